@@ -19,6 +19,7 @@ from megajax.runtime.processes.launchers import OPEN_MPI, TORCH, Place, find_pla
 
 COORDINATOR, PROCESSES, PROCESS = 'MEGAJAX_COORDINATOR', 'MEGAJAX_PROCESSES', 'MEGAJAX_PROCESS'
 BIND, START_TIMEOUT = 'MEGAJAX_BIND', 'MEGAJAX_START_TIMEOUT'
+LOOPBACK = '127.0.0.1'  # the address of process 0 if `launch` starts the processes of one host
 TOKEN = 'MEGAJAX_TOKEN'
 MIN_TOKEN_CHARACTERS = 16  # a shorter token could be guessed from an overheard proof
 LOCAL_DEVICES = 'JAX_LOCAL_DEVICE_IDS'  # jax's own variable
@@ -175,7 +176,7 @@ def _bind(environ: Mapping[str, str], host: str, index: int) -> str | None:
     if given := environ.get(BIND):
         return given
     if host == 'localhost':
-        return '127.0.0.1'
+        return LOOPBACK
     with suppress(ValueError):
         return str(ip_address(host))
     return _interface_of(host) if index == 0 else None

@@ -15,6 +15,7 @@ from megajax.runtime.processes.environment import (
     BIND,
     COORDINATOR,
     LOCAL_DEVICES,
+    LOOPBACK,
     POD_INDEX,
     PROCESS,
     PROCESSES,
@@ -82,7 +83,7 @@ def make_plan(
     first = processes * _index_of_host(hosts, host, environ)
     run = {COORDINATOR: _coordinator(hosts, environ), PROCESSES: str(hosts * processes)}
     if hosts == 1:
-        run[BIND] = '127.0.0.1'  # where the coordinator is, whatever this host's variable says
+        run[BIND] = LOOPBACK  # where the coordinator is, whatever this host's variable says
     place = _gpus_of if gpus else _cpus_of
     return LaunchPlan(
         command=(sys.executable, '-m', 'megajax', *arguments),
@@ -125,7 +126,7 @@ def _index_of_host(hosts: int, host: int | None, environ: Mapping[str, str]) -> 
 
 def _coordinator(hosts: int, environ: Mapping[str, str]) -> str:
     if hosts == 1:
-        return f'127.0.0.1:{_free_port()}'
+        return f'{LOOPBACK}:{_free_port()}'
     if not environ.get(COORDINATOR):
         raise ConfigError(
             f'--hosts {hosts} without {COORDINATOR}: '
@@ -163,6 +164,6 @@ def _cpus_of(index: int, devices: int, environ: Mapping[str, str]) -> dict[str, 
 
 
 def _free_port() -> int:
-    with socket.create_server(('127.0.0.1', 0)) as server:
+    with socket.create_server((LOOPBACK, 0)) as server:
         port: int = server.getsockname()[1]
     return port

@@ -5,6 +5,7 @@ jax itself would abort with a stack dump if a process is missing or a port is in
 
 import errno
 import logging
+import os
 import socket
 import time
 from contextlib import closing
@@ -12,9 +13,16 @@ from typing import NoReturn
 
 from megajax.base.errors import MAX_REASON_CHARACTERS, ConfigError
 from megajax.base.files.open_files import allow_open_files
-from megajax.runtime.processes.environment import BIND, COORDINATOR, START_TIMEOUT, TOKEN, Start
+from megajax.runtime.processes.environment import (
+    BIND,
+    COORDINATOR,
+    LOOPBACK,
+    START_TIMEOUT,
+    TOKEN,
+    Start,
+)
 from megajax.runtime.processes.handshake import Greetings, escape, own_host
-from megajax.runtime.processes.peers import Connection, Message, Peers, end
+from megajax.runtime.processes.peers import LAUNCHED, Connection, Message, Peers, end
 from megajax.runtime.processes.token import is_signed, make_nonce, sign
 
 # Maximum number of connections between two processes: one of `Peers`, one of jax's coordinator, and
@@ -161,9 +169,15 @@ def _listen(start: Start, port: int) -> socket.socket:
         return socket.create_server((start.bind or '', port), family=family, backlog=backlog)
     except OSError as error:
         where = f'{start.bind or "all interfaces"}, port {port}'
-        raise ConfigError(
-            f'process 0 cannot listen on {where} ({error.strerror}): {_fix(error)}'
-        ) from error
+        failure = f'process 0 cannot listen on {where} ({error.strerror})'
+        if error.errno == errno.EADDRINUSE and _is_from_launch(start):
+            end(f'{failure}, which was free when launch chose it: start it again')
+        raise ConfigError(f'{failure}: {_fix(error)}') from error
+
+
+def _is_from_launch(start: Start) -> bool:
+    """Whether `launch` chose the port, as it does for the processes of one host."""
+    return LAUNCHED in os.environ and os.environ.get(BIND) == start.host == LOOPBACK
 
 
 def _fix(error: OSError) -> str:

@@ -12,8 +12,8 @@ import pytest
 
 from megajax.core.config import ConfigError
 from megajax.runtime.processes import handshake, peers, rendezvous
-from megajax.runtime.processes.environment import Start
-from megajax.runtime.processes.peers import Peers
+from megajax.runtime.processes.environment import BIND, Start
+from megajax.runtime.processes.peers import LAUNCHED, Peers
 from megajax.runtime.processes.rendezvous import _listen, gather
 from megajax.runtime.processes.token import sign
 
@@ -51,6 +51,19 @@ def test_an_interface_that_this_host_has_not_is_refused_with_the_fix() -> None:
         'has that address: set MEGAJAX_COORDINATOR to the host of process 0, or MEGAJAX_BIND to ',
     ):
         _listen(start('192.0.2.1'), 0)
+
+
+def test_a_port_that_launch_chose_and_lost_asks_for_a_new_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(LAUNCHED, '1')
+    with socket.create_server(('127.0.0.1', 0)) as taken:
+        one = start('127.0.0.1', taken.getsockname()[1])
+        with pytest.raises(ConfigError, match='choose a different port in MEGAJAX_COORDINATOR'):
+            gather(one)  # which the user chose, as with launch --hosts
+        monkeypatch.setenv(BIND, '127.0.0.1')
+        with pytest.raises(SystemExit, match=r'was free when launch chose it: start it again$'):
+            gather(one)
 
 
 def test_the_name_of_an_interface_is_refused_with_what_to_give_instead() -> None:
