@@ -145,8 +145,8 @@ def export_huggingface(
 ) -> tuple[str, str]:
     """Write a checkpoint as a directory that transformers and vLLM load; return family and dtype.
 
-    `source` is a run, whose newest checkpoint is written, or one checkpoint. The family defaults to
-    that of the import with which the training began, or to the first that fits. If an imported
+    `source` is a run, whose newest checkpoint is written, or one checkpoint. The default family is
+    the one of the import with which the training began, or else the first that fits. If an imported
     checkpoint has not been trained since, the dtype defaults to the import's, so that the weights
     are restored bit for bit, and otherwise to fp32, the dtype of checkpoints. Host memory holds one
     parameter and one of its tensors at a time. Raises ConfigError if no family can represent this
