@@ -252,10 +252,10 @@ def _overlaps(config: Config) -> Iterator[Config]:
 
 
 def is_frugal(config: Config) -> bool:
-    """Return whether a layout is among those of its mesh that need the least memory.
+    """Return whether a layout needs the least memory on its mesh, or nearly so.
 
-    Every mesh that can be divided has one. With context shards, rings are left out, because each
-    mesh also has a layout with an all-gather or an exchange of heads.
+    Every mesh that can be divided has such a layout. With context shards, rings are left out,
+    because each mesh also has a layout with an all-gather or an exchange of heads.
     """
     shards = ('weights',) if config.mesh.stages == 1 else ('optimizer', 'weights')
     is_sharded = config.mesh.data * config.mesh.context > 1

@@ -110,7 +110,7 @@ def transfers(
 def _in_each_stack(names: Iterable[str], site: str) -> Iterator[str]:
     """Yield the names of the matmuls that hide a transfer, in a model with MLPs and experts.
 
-    The collectives of an MLP overlap its own matmuls, not those of experts.
+    The collectives of an MLP overlap its own matmuls, not the experts' matmuls.
     """
     for name in names:
         is_of_network = name.split()[0] in ('up', 'down')

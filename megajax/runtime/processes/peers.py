@@ -81,7 +81,7 @@ class Connection:
         try:
             received = self.socket.recv(MAX_MESSAGE_BYTES)
         except OSError as error:
-            # The socket's own timeout has no errno; that of a lost host has one.
+            # The socket's own timeout has no errno; a lost host's timeout has one.
             if isinstance(error, TimeoutError) and error.errno is None:
                 raise
             received = b''

@@ -26,7 +26,7 @@ from megajax.runtime.processes.peers import LAUNCHED, Connection, Message, Peers
 from megajax.runtime.processes.token import is_signed, make_nonce, sign
 
 # Maximum number of connections between two processes: one of `Peers`, one of jax's coordinator, and
-# those of Gloo or NCCL.
+# the connections of Gloo or NCCL.
 CONNECTIONS = 4
 # Seconds for which the others wait longer than process 0, which knows the missing processes and so
 # names them first.
