@@ -322,7 +322,7 @@ def test_another_tokenizer_is_a_mistake(folder: Path) -> None:
     assert f'): set data.tokenizer={folder}/2/tokenizer.json, or choose' in str(error.value)
 
 
-def test_another_tokenizer_of_the_same_text_is_no_other_text(folder: Path) -> None:
+def test_a_text_in_the_ids_of_another_tokenizer_is_no_other_text(folder: Path) -> None:
     other, config = train_bpe(['one two three'], 300), tiny(data={'tokenizer': 'other.json'})
     checkpoints = Checkpoints(folder, config, tokenizer=other, data={'corpus': 'b'})
     with checkpoints, pytest.raises(ConfigError, match=r'set data.tokenizer=.*/2/tokenizer.json'):
