@@ -9,11 +9,21 @@ from megajax.base.errors import Problem
 
 
 def divides(
-    path: str, value: int, by: str, divisor: int, *, under: str | None = None
+    path: str,
+    value: int,
+    by: str,
+    divisor: int,
+    *,
+    under: str | None = None,
+    allowed: Sequence[int] | None = None,
 ) -> Iterator[Problem]:
-    """Yield a problem unless the value of the key `by` divides the value of the key `path`."""
+    """Yield a problem unless the value of the key `by` divides the value of the key `path`.
+
+    The problem offers the nearest values of `by` that are `allowed`, by default all divisors.
+    """
     if value % divisor:
-        fixes = f'{multiples(value, divisor)}, or {by} {nearest(divisors(value), divisor)}'
+        near = nearest(divisors(value) if allowed is None else allowed, divisor)
+        fixes = f'{multiples(value, divisor)}, or {by} {near}'
         limit = f'{by}={divisor}' + (f' under {under}' if under else '')
         yield Problem(
             path,

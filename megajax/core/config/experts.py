@@ -10,6 +10,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from megajax.base.errors import Problem
 from megajax.core.config.divisors import divides, divisors, nearest
 from megajax.core.config.section import Elements, Section, Tokens, Unit
+from megajax.core.config.tensor_rules import sharded
 
 if TYPE_CHECKING:
     from megajax.core.config.schema import Config
@@ -109,7 +110,7 @@ def of_experts(config: 'Config') -> Iterator[Problem]:
             f'use at most {experts.count}'
         )
         yield Problem('model.experts.active', message, others=('model.experts.count',))
-    yield from divides('model.experts.ffn_size', experts.ffn_size, 'mesh.model', mesh.model)
+    yield from sharded(config, 'model.experts.ffn_size', experts.ffn_size)
     yield from divides('model.experts.count', experts.count, 'mesh.experts', mesh.experts)
     if mesh.data % mesh.replicas == 0:
         shards = mesh.data // mesh.replicas
@@ -121,7 +122,7 @@ def of_experts(config: 'Config') -> Iterator[Problem]:
             )
             yield Problem('mesh.experts', message, others=('mesh.data', 'mesh.replicas'))
     shared = experts.shared_ffn_size
-    yield from divides('model.experts.shared_ffn_size', shared, 'mesh.model', mesh.model)
+    yield from sharded(config, 'model.experts.shared_ffn_size', shared)
     if shared and config.model.bias:
         message = (
             f'{shared}: a shared expert has no biases; use model.bias=false, or '

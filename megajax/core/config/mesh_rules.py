@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from megajax.base.errors import Problem
 from megajax.core.config.divisors import divides, divisors, multiples, nearest
+from megajax.core.config.tensor_rules import row_degrees
 
 if TYPE_CHECKING:
     from megajax.core.config.schema import Config
@@ -28,7 +29,9 @@ def of_grid(config: 'Config') -> Iterator[Problem]:
             'residual stream over rows and columns; set it, or mesh.model_rows=1'
         )
         yield Problem('mesh.model_rows', message, others=('mesh.sequence_parallel',))
-    yield from divides('model.hidden_size', model.hidden_size, 'mesh.model_rows', rows)
+    allowed = row_degrees(config) if model.hidden_size % rows else None
+    size = model.hidden_size
+    yield from divides('model.hidden_size', size, 'mesh.model_rows', rows, allowed=allowed)
     if config.optim.shard == 'none' or model.hidden_size % rows or mesh.data % mesh.replicas:
         return
     part, shards = model.hidden_size // rows, mesh.data_shards

@@ -12,11 +12,12 @@ from megajax.core.config import (
     overlap_rules,
     relevance_rules,
     rope_rules,
+    tensor_rules,
     unused_rules,
     vision_rules,
 )
 from megajax.core.config.conflicts import excluded
-from megajax.core.config.divisors import divides, divisors, multiples, nearest
+from megajax.core.config.divisors import multiples
 from megajax.core.config.experts import of_experts
 
 if TYPE_CHECKING:
@@ -40,13 +41,14 @@ def incompatibilities(
     rules = (
         layer_rules.of_pattern,
         layer_rules.of_positions,
-        _heads,
+        tensor_rules.of_heads,
         rope_rules.of_scaling,
         rope_rules.of_fraction,
         unused_rules.of_model,
         unused_rules.of_learning_rate,
-        _kv_heads,
-        _widths,
+        tensor_rules.of_kv_heads,
+        tensor_rules.of_widths,
+        _length,
         _batches,
         mesh_rules.of_replicas,
         of_experts,
@@ -78,98 +80,14 @@ def incompatibilities(
 _OWN = (mesh_rules.of_stages, mesh_rules.of_context, overlap_rules.of_halves)
 
 
-def _heads(config: 'Config') -> Iterator[Problem]:
-    model, shards = config.model, config.mesh.model
-    if 'head_dim' not in model.model_fields_set and model.hidden_size % model.num_heads:
-        near = multiples(model.hidden_size, model.num_heads)
-        message = (
-            f'{model.hidden_size} is not a multiple of model.num_heads={model.num_heads}; '
-            f'use {near}, or set model.head_dim'
-        )
-        yield Problem('model.hidden_size', message, others=('model.num_heads', 'model.head_dim'))
-    yield from divides('model.num_heads', model.num_heads, 'model.num_kv_heads', model.num_kv_heads)
-    yield from divides('model.num_heads', model.num_heads, 'mesh.model', shards)
-    if any(layer.rotates for layer in model.pattern) and model.head_dim % 2:
-        message = (
-            f'{model.head_dim} is odd, but model.position={model.position} rotates pairs; '
-            f'use {multiples(model.head_dim, 2)}'
-        )
-        yield Problem('model.head_dim', message, others=('model.position',))
-
-
-def _kv_heads(config: 'Config') -> Iterator[Problem]:
-    model, shards = config.model, config.mesh.model
-    if model.num_kv_heads == model.num_heads:  # `_heads` has checked num_heads
-        return
-    if config.mesh.is_grid:
-        if model.num_kv_heads % shards:
-            message = (
-                f'{model.num_kv_heads} is not a multiple of mesh.model={shards}, and the columns '
-                f'of a grid (mesh.model_rows={config.mesh.model_rows}) have complete key/value '
-                f'heads; use mesh.model {nearest(divisors(model.num_kv_heads), shards)}, '
-                'or mesh.model_rows=1'
-            )
-            yield Problem('model.num_kv_heads', message, others=('mesh.model', 'mesh.model_rows'))
-        return
-
-    def fits(n: int) -> bool:
-        return model.num_kv_heads % n == 0 or n % model.num_kv_heads == 0
-
-    if not fits(shards):
-        near = nearest([n for n in range(1, 2 * model.num_kv_heads + 1) if fits(n)], shards)
-        message = (
-            f'{model.num_kv_heads} is neither a multiple nor a divisor of mesh.model={shards}; '
-            f'use mesh.model {near}'
-        )
-        yield Problem('model.num_kv_heads', message, others=('mesh.model',))
-    # With fewer key/value heads than shards the fused QKV is sharded over head_dim.
-    elif shards > model.num_kv_heads and model.head_dim % shards:
-        near = multiples(model.head_dim, shards)
-        message = (
-            f'{model.head_dim} must be a multiple of mesh.model={shards} when mesh.model exceeds '
-            f'model.num_kv_heads={model.num_kv_heads}; '
-            f'use {near}, or mesh.model at most {model.num_kv_heads}'
-        )
-        yield Problem('model.head_dim', message, others=('mesh.model', 'model.num_kv_heads'))
-
-
-def _widths(config: 'Config') -> Iterator[Problem]:
-    model, shards, seq_len = config.model, config.mesh.model, config.train.seq_len
-    # each layer of cross-attention has an MLP, also in a model with experts
-    has_crossed = config.vision is not None and config.vision.is_crossed
-    if model.experts is None or model.has_dense_and_experts or has_crossed:
-        yield from divides('model.ffn_size', model.ffn_size, 'mesh.model', shards)
-    yield from _vocabulary(config)
+def _length(config: 'Config') -> Iterator[Problem]:
+    model, seq_len = config.model, config.train.seq_len
     if seq_len > model.max_seq_len:
         message = (
             f'{seq_len} exceeds model.max_seq_len={model.max_seq_len}; '
             f'use at most {model.max_seq_len}, or raise model.max_seq_len'
         )
         yield Problem('train.seq_len', message, others=('model.max_seq_len',))
-    if config.mesh.sequence_parallel and config.mesh.context == 1:
-        yield from divides(
-            'train.seq_len', seq_len, 'mesh.model', shards, under='mesh.sequence_parallel'
-        )
-
-
-def _vocabulary(config: 'Config') -> Iterator[Problem]:
-    """Check the padded vocabulary, which 2-D tensor parallelism shards over rows and columns."""
-    model, mesh = config.model, config.mesh
-    padded, rows = model.padded_vocab_size, mesh.model_rows
-    if padded % rows:
-        by, key = f'mesh.model_rows={rows}', 'mesh.model_rows'
-        near = nearest(divisors(padded), rows)
-    elif padded % mesh.tensor_parallel:
-        by, key = f'mesh.model={mesh.model}', 'mesh.model'
-        near = nearest(divisors(padded // rows), mesh.model)
-        if mesh.is_grid:
-            by = f'mesh.model_rows={rows} x {by} = {mesh.tensor_parallel}'
-    else:
-        return
-    message = (
-        f'{model.vocab_size} is padded to {padded}, which {by} does not divide; use {key} {near}'
-    )
-    yield Problem('model.vocab_size', message, others=(key,))
 
 
 def batch_multiple(config: 'Config') -> int:

@@ -182,8 +182,7 @@ def test_a_mesh_that_cannot_be_says_why():
     found = ranking(small(), 'h100', 8)
     assert {mesh: why for mesh, why in found.impossible.items() if mesh.is_flat} == {
         Mesh(1, 1, 8): (
-            'model.num_heads: 12 is not a multiple of mesh.model=8; use 8 or 16, '
-            'or mesh.model 6 or 12'
+            'model.num_heads: 12 is not a multiple of mesh.model=8; use 8 or 16, or mesh.model 4'
         )
     }
 

@@ -233,7 +233,7 @@ data: stdlib
         'override optim.beta1=1: optim.beta1: must be less than or equal to 0.9999999, not 1',
         (
             'override mesh.model=3: model.vocab_size: 1000 is padded to 1024, '
-            'which mesh.model=3 does not divide; use mesh.model 2 or 4'
+            'which mesh.model=3 does not divide; use mesh.model 1'
         ),
         (
             f'{file}:13: optim.min_lr: 1e-05 exceeds optim.lr=1e-06; use at most 1e-06, '

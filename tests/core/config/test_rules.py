@@ -1,5 +1,7 @@
 """Keys that conflict are rejected, with values that work."""
 
+import re
+
 import pytest
 
 from megajax.core.config import ConfigError, Problem, dump, load
@@ -10,9 +12,9 @@ ZERO = ['none', 'optimizer', 'gradients', 'weights']
 GRID = 'mesh.model_rows=2 mesh.model=2 mesh.sequence_parallel=true'
 
 
-def problems(*overrides: str) -> list[Problem]:
+def problems(*overrides: str, base: str = BASE) -> list[Problem]:
     try:
-        load(BASE, overrides)
+        load(base, overrides)
     except ConfigError as error:
         return list(error.problems)
     return []
@@ -21,11 +23,11 @@ def problems(*overrides: str) -> list[Problem]:
 @pytest.mark.parametrize(
     ('wrong', 'path', 'offer', 'right'),
     [
-        ('mesh.model=5', 'model.num_heads', 'use 10 or 15, or mesh.model 4 or 6', 'mesh.model=4'),
+        ('mesh.model=5', 'model.num_heads', 'use 10 or 15, or mesh.model 4', 'mesh.model=4'),
         (
             'mesh.model=5',
             'model.ffn_size',
-            'use 3070 or 3075, or mesh.model 4 or 6',
+            'use 3070 or 3075, or mesh.model 4',
             'model.ffn_size=3070',
         ),
         (
@@ -43,8 +45,8 @@ def problems(*overrides: str) -> list[Problem]:
         (
             'mesh.model=6',
             'model.vocab_size',
-            '50257 is padded to 51200, which mesh.model=6 does not divide; use mesh.model 5 or 8',
-            'mesh.model=5',
+            '50257 is padded to 51200, which mesh.model=6 does not divide; use mesh.model 4',
+            'mesh.model=4',
         ),
         (
             'model.num_heads=10',
@@ -67,13 +69,13 @@ def problems(*overrides: str) -> list[Problem]:
         (
             'mesh.model=4 model.num_kv_heads=6',
             'model.num_kv_heads',
-            'use mesh.model 3 or 6',
-            'mesh.model=3',
+            'use mesh.model 2',
+            'mesh.model=2',
         ),
         (
             'mesh.model=4 model.num_kv_heads=2 model.head_dim=66',
             'model.head_dim',
-            'use 64 or 68, or mesh.model at most 2',
+            'use 64 or 68, or mesh.model 2',
             'model.head_dim=68',
         ),
         (
@@ -273,7 +275,7 @@ def problems(*overrides: str) -> list[Problem]:
         (
             f'{GRID} mesh.model_rows=5',
             'model.hidden_size',
-            '768 is not a multiple of mesh.model_rows=5; use 765 or 770, or mesh.model_rows 4 or 6',
+            '768 is not a multiple of mesh.model_rows=5; use 765 or 770, or mesh.model_rows 4 or 8',
             'mesh.model_rows=4',
         ),
         (
@@ -293,14 +295,14 @@ def problems(*overrides: str) -> list[Problem]:
             f'{GRID} mesh.model_rows=6',
             'model.vocab_size',
             '50257 is padded to 51200, which mesh.model_rows=6 does not divide; '
-            'use mesh.model_rows 5 or 8',
+            'use mesh.model_rows 4 or 8',
             'mesh.model_rows=8',
         ),
         (
             f'{GRID} mesh.model=6',
             'model.vocab_size',
-            'which mesh.model_rows=2 x mesh.model=6 = 12 does not divide; use mesh.model 5 or 8',
-            'mesh.model=8',
+            'which mesh.model_rows=2 x mesh.model=6 = 12 does not divide; use mesh.model 4',
+            'mesh.model=4',
         ),
         (
             f'{GRID} mesh.model_rows=4 train.batch_size=64 train.microbatches=4',
@@ -494,6 +496,40 @@ def test_the_message_offers_what_works(wrong: str, path: str, offer: str, right:
     assert offer in problem.message
     assert problem.place in [f'override {override}' for override in wrong.split()]
     assert path not in [problem.path for problem in problems(*wrong.split(), right)]
+
+
+EXPERTS = (
+    'model.experts={"count":8,"active":2,"ffn_size":96,"shared_ffn_size":48} '
+    'model.bias=false model.head_dim=64'
+)
+
+
+@pytest.mark.parametrize(
+    ('base', 'overrides', 'offered'),
+    [
+        (BASE, 'mesh.model=8', [4]),  # 12 heads
+        (BASE, 'mesh.model=3', [2, 4]),  # 51200 rows of the embedding table
+        (BASE, 'mesh.model=12', [4]),
+        (BASE, f'mesh.model=32 {EXPERTS} model.num_heads=32', [16]),
+        (BASE, 'mesh.model=8 model.num_kv_heads=4', [4]),
+        (BASE, 'mesh.model=14 model.num_heads=28 model.num_kv_heads=4 model.head_dim=64', [4]),
+        (BASE, 'mesh.model=4 mesh.sequence_parallel=true train.seq_len=1022', [2]),
+        (BASE, f'{GRID} mesh.model=3', [2, 4]),
+        (BASE, f'{GRID} mesh.model_rows=6', [4, 8]),  # 768 elements, and 51200 rows
+        (BASE, f'{GRID} mesh.model_rows=5 optim.shard=weights mesh.data=64', [4]),
+        ('megatron_4.2b', 'mesh.model=16', [8]),
+    ],
+)
+def test_every_degree_that_is_offered_works(base: str, overrides: str, offered: list[int]) -> None:
+    wrong = overrides.split()
+    found = problems(*wrong, base=base)
+    offer = re.compile(r'(mesh.model|mesh.model_rows) (\d+)(?: or (\d+))?')
+    offers = [offer.search(problem.message) for problem in found]
+    fixes = {(at[1], int(n)) for at in offers if at for n in at.groups()[1:] if n}
+    assert sorted(n for _, n in fixes) == offered
+    sizes = 'train.batch_size=4096', 'train.microbatches=1'
+    for key, n in fixes:
+        assert problems(*wrong, *sizes, f'{key}={n}', base=base) == []
 
 
 @pytest.mark.parametrize(
