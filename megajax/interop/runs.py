@@ -7,8 +7,8 @@ import jax
 import numpy as np
 from flax import nnx
 
-from megajax.base.render.text import typed
 from megajax.core.config import Config, ConfigError, LoraConfig, dump
+from megajax.core.config.overrides import typed_override
 from megajax.core.parallel.mesh import mesh_for
 from megajax.interop.folder import tokenizer_of
 from megajax.interop.pieces import Pieces, cut
@@ -45,7 +45,7 @@ def start_run(
         raise ConfigError(
             f'lora.rank={config.lora.rank}: an import has no adapters yet; leave lora out, and '
             'give it to the run that trains them: megajax train '
-            f'{typed(f"run.dir={out}")} lora.rank=...'
+            f'{typed_override("run.dir", out)} lora.rank=...'
         )
     spec = (
         str(tokenizer)

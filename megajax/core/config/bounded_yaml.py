@@ -4,6 +4,7 @@ This is YAML 1.2: `3e-4` is a number, `off` and `2026-01-01` are text. Each alia
 its nodes, so that a few lines cannot expand to gigabytes.
 """
 
+from collections.abc import Iterator
 from functools import lru_cache
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -118,6 +119,23 @@ def parse(text: str) -> Any:
     """Return the value of a document; raise YAMLError as `compose` and `construct` do."""
     node = compose(text)
     return None if node is None else construct(node)
+
+
+def has_comment(text: str) -> bool:
+    """Return whether a document, which must be valid YAML, has a comment."""
+    root = compose(text)
+    spans = [(node.start_mark.index, node.end_mark.index) for node in _scalars(root)]
+    signs = (place for place, sign in enumerate(text) if sign == '#')
+    return any(not any(start <= place < end for start, end in spans) for place in signs)
+
+
+def _scalars(node: Node | None) -> Iterator[Node]:
+    if isinstance(node, ScalarNode):
+        yield node
+    elif node is not None:
+        pairs = isinstance(node, MappingNode)
+        for part in (x for pair in node.value for x in pair) if pairs else node.value:
+            yield from _scalars(part)
 
 
 def explain(error: YAMLError) -> str:

@@ -11,22 +11,27 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import MappingNode, Node
 
 from megajax.base.errors import ConfigError, Problem
-from megajax.base.render.text import shorten, typed
 from megajax.core.config import values
 from megajax.core.config.bounded_yaml import compose, construct, explain, read_text
 from megajax.core.config.keys import sources
-from megajax.core.config.overrides import KEYS, Setting, members, read_overrides, unknown
+from megajax.core.config.overrides import (
+    KEYS,
+    Setting,
+    members,
+    read_overrides,
+    typed_override,
+    unknown,
+)
 from megajax.core.config.renamed import RENAMED, current
 from megajax.core.config.rules import incompatibilities
-from megajax.core.config.schema import SECTIONS, Checked, Config, keys_of
+from megajax.core.config.schema import SECTIONS, Checked, Config
 from megajax.core.config.unused_rules import Unused
+from megajax.core.config.validate import validate
 
 CONFIG = 'config.yaml'  # file name in the folder of a run
 RECIPES = 'recipes'  # name of the recipes' folder, inside the presets' folder
@@ -121,7 +126,7 @@ def _resolve(
     if written is None:
         raise ConfigError(*problems)
     settings, before = written | overridden, [*problems]
-    sections, unsettled = _validate(settings, file, problems)
+    sections, unsettled = validate(settings, file, problems)
     found = incompatibilities(Config.model_construct(**sections), **checked._asdict())
     if is_recorded and (kept := _without_unused(written, found, overridden)) != written:
         return _resolve(kept, overridden, file, before, checked, is_recorded=True)
@@ -219,7 +224,7 @@ def _no_such_file(file: Path) -> str:
     choices = here | {name: name for name in presets()}
     name = file.stem if file.suffix in ('.yaml', '.yml') else file.name
     if run := run_like(file):
-        fix = f'did you mean {typed(f"run.dir={run}")}? '
+        fix = f'did you mean {typed_override("run.dir", run)}? '
     elif near := get_close_matches(name, choices, n=1):
         fix = f'did you mean {choices[near[0]]}? '
     else:
@@ -230,13 +235,13 @@ def _no_such_file(file: Path) -> str:
 
 def _is_a_folder(folder: Path) -> str:
     if (folder / CONFIG).is_file():
-        return f'is the folder of a run; to resume it, use {typed(f"run.dir={folder}")}'
+        return f'is the folder of a run; to resume it, use {typed_override("run.dir", folder)}'
     run = folder.absolute().parent.parent
     if (run / CONFIG).is_file():
-        start = typed(f'run.start_from={folder}')
+        start = typed_override('run.start_from', folder)
         return f'is a checkpoint; to start a run from its weights, use {start}'
     if runs := runs_in(folder):
-        return f'is a folder of runs; to resume one, use {typed(f"run.dir={runs[0]}")}'
+        return f'is a folder of runs; to resume one, use {typed_override("run.dir", runs[0])}'
     return 'is a folder; give a YAML file, or a preset (megajax config list)'
 
 
@@ -291,55 +296,3 @@ def _items(
         else:
             lines[path] = line
             yield path, value, f'{file}:{line}'
-
-
-def _validate(
-    settings: Mapping[str, Setting], file: str, problems: list[Problem]
-) -> tuple[dict[str, Any], set[str]]:
-    """Return the sections, and the paths whose invalid values were replaced by placeholders.
-
-    Rules must not report problems that depend on a placeholder.
-    """
-    sections: dict[str, Any] = {}
-    unsettled: set[str] = set()
-    for name, section in SECTIONS.items():
-        given = {
-            key: settings[f'{name}.{key}'].value
-            for key in keys_of(name)
-            if f'{name}.{key}' in settings
-        }
-        if not given and name not in settings and Config.model_fields[name].default is None:
-            continue
-        try:
-            sections[name] = section.model_validate(given)
-        except ValidationError as error:
-            # Errors of defaults that depend on an invalid key come first, so that the error of the
-            # key itself, which may be in the same group, takes their place.
-            errors = sorted(
-                error.errors(include_url=False), key=lambda detail: not _follows(detail)
-            )
-            details = {str(detail['loc'][0]): detail for detail in errors}
-            for key, detail in details.items():
-                path = f'{name}.{key}'
-                unsettled.add(path)
-                if not _follows(detail):
-                    inside = [f'{path}.{part}' for part in detail['loc'][1:2]]
-                    places = [settings[at].place for at in (*inside, path, name) if at in settings]
-                    place = next(iter(places), file)
-                    # the rest of the path, if the value is inside a group or a list
-                    inner = ''.join(
-                        f'[{part}]' if isinstance(part, int) else f'.{shorten(part)}'
-                        for part in detail['loc'][1:]
-                    )
-                    message = f'{inner.removeprefix(".")} {values.explain(detail)}'.lstrip()
-                    problems.append(Problem(path, message, place=place))
-            valid = {key: value for key, value in given.items() if key not in details}
-            # Every key without a default is a size, so 1 is valid.
-            placeholders = {key: 1 for key in details if section.model_fields[key].is_required()}
-            sections[name] = section.model_validate(valid | placeholders)
-    return sections, unsettled
-
-
-def _follows(detail: ErrorDetails) -> bool:
-    """Whether an error is only that a default could not be computed from another, invalid key."""
-    return detail['type'] == 'default_factory_not_called'

@@ -1,5 +1,6 @@
 """Read `section.key=value` overrides, including keys in a group, as `model.experts.capacity=1`."""
 
+import json
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple
@@ -8,7 +9,7 @@ from ruamel.yaml.error import YAMLError
 
 from megajax.base.errors import MAX_PROBLEMS, Problem
 from megajax.base.render.text import typed
-from megajax.core.config.bounded_yaml import explain, parse
+from megajax.core.config.bounded_yaml import explain, has_comment, parse
 from megajax.core.config.keys import Key, keys_in
 from megajax.core.config.renamed import RENAMED, current
 from megajax.core.config.schema import SECTIONS, keys_of
@@ -29,6 +30,18 @@ def is_override(argument: str) -> bool:
     """Whether an argument sets a key, and is not the path of a file or folder with `=` in it."""
     key, equals, _ = argument.partition('=')
     return bool(equals) and '/' not in key
+
+
+def typed_override(path: str, text: object) -> str:
+    """Return the override that sets a key to this text, as it is typed in a shell.
+
+    The text is in YAML's quotes if YAML would read it as something else.
+    """
+    try:
+        is_plain = parse(str(text)) == str(text)
+    except YAMLError:
+        is_plain = False
+    return typed(f'{path}={text if is_plain else json.dumps(str(text), ensure_ascii=False)}')
 
 
 def read_overrides(
@@ -57,6 +70,10 @@ def read_overrides(
             except YAMLError as error:
                 message = f'{explain(error)}; put the value in quotes'
                 problems.append(Problem(place, message))
+                continue
+            if '#' in text and has_comment(text):
+                fix = f'remove it, or put the text in quotes: {typed_override(path, text)}'
+                problems.append(Problem(place, f'# begins a comment in YAML; {fix}'))
                 continue
             if path not in KEYS:
                 group, _, key = path.rpartition('.')

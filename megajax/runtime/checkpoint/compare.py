@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 
 from megajax.base.render.text import typed
 from megajax.core.config import CheckpointError, ConfigError, OptimConfig
+from megajax.core.config.overrides import typed_override
 from megajax.core.parallel.layer_order import without_known_order
 from megajax.core.train.optimizer import make_schedule
 from megajax.runtime.checkpoint import old_names
@@ -65,7 +66,8 @@ def check_same_model(path: Path, there: Record, here: Record, *, is_import: bool
             changes = any(key.startswith('lora.') and None not in keys[key] for key in keys)
             fix = f'change it back, or {_with_its_weights(path.parent.parent, merges=changes)}'
         elif all(line.startswith('tokenizer ') for line in different):
-            fix = f'set {typed(f"data.tokenizer={path / TOKENIZER}")}, or choose another run.dir'
+            override = typed_override('data.tokenizer', path / TOKENIZER)
+            fix = f'set {override}, or choose another run.dir'
         of = 'optimizer' if all(line.startswith('optim.') for line in different) else 'model'
         raise ConfigError(f'{path} contains a different {of} ({"; ".join(different)}): {fix}')
 
@@ -73,7 +75,7 @@ def check_same_model(path: Path, there: Record, here: Record, *, is_import: bool
 def _with_its_weights(run: Path, *, merges: bool) -> str:
     """Return how to begin a new run with a run's weights, also if its adapters must be merged."""
     if not merges:
-        return f'begin a new run with {typed(f"run.start_from={run}")}'
+        return f'begin a new run with {typed_override("run.start_from", run)}'
     return (
         f'merge its adapters and begin a new run with others: megajax export hf {typed(run)} '
         'MERGED, megajax import hf MERGED BASE, megajax train run.start_from=BASE lora.rank=...'
@@ -189,7 +191,7 @@ def check_same_order(path: Path, there: Record, here: Record, state: Any) -> Non
         f'{arrays[0].shape}, for example): its layers are in the order of mesh.stages={a[0]} '
         f'mesh.virtual_stages={a[1]}, not of mesh.stages={b[0]} mesh.virtual_stages={b[1]}; '
         'restore it with these stages, or begin a new run with '
-        f'{typed(f"run.start_from={path.parent.parent}")}'
+        f'{typed_override("run.start_from", path.parent.parent)}'
     )
 
 

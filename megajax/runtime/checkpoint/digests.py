@@ -19,6 +19,7 @@ from megajax.base.files.outputs import sync
 from megajax.base.render.text import typed
 from megajax.core.config import CheckpointError, ConfigError
 from megajax.core.config.load import CONFIG, run_like, runs_in
+from megajax.core.config.overrides import typed_override
 from megajax.runtime.checkpoint.record import VALIDATION, recorded_step
 
 SUMS = 'SHA256SUMS'
@@ -172,7 +173,8 @@ def find_step(path: Path) -> Path:
         if steps
         else f'give one of its runs: {", ".join(runs)}'
         if runs
-        else f'its run has finished no save yet; resume it: megajax train run.dir={typed(path)}'
+        else 'its run has finished no save yet; resume it: megajax train '
+        + typed_override('run.dir', path)
         if (path / CONFIG).is_file()
         else f'did you mean {near_run}?'
         if (near_run := run_like(path) or run_like(path.parent))

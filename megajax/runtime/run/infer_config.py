@@ -18,6 +18,7 @@ from megajax.core.config import (
     reload,
 )
 from megajax.core.config.load import CONFIG, run_like, runs_in
+from megajax.core.config.overrides import typed_override
 from megajax.runtime.checkpoint.digests import find_candidates, find_steps, readable
 from megajax.runtime.checkpoint.record import RECORD, START_FROM, TOKENIZER, read_record
 
@@ -121,7 +122,7 @@ def newest_data(run: Path) -> tuple[Path | None, Mapping[str, Any]]:
 def _nothing_there(folder: Path) -> str:
     inside = runs_in(folder)
     meant = inside[0] if inside else run_like(folder)
-    guess = f'did you mean {typed(f"run.dir={meant}")}? ' if meant else ''
+    guess = f'did you mean {typed_override("run.dir", meant)}? ' if meant else ''
     fix = 'to begin a run there name its config, for example '
-    fix += f'megajax train {DEFAULT} {typed(f"run.dir={folder}")}'
+    fix += f'megajax train {DEFAULT} {typed_override("run.dir", folder)}'
     return f'run.dir={folder}: there is no run to resume (no {CONFIG}); {guess}{fix}'

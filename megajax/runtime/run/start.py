@@ -15,6 +15,7 @@ from megajax.base.render.text import typed
 from megajax.core.config import CheckpointError, Config, ConfigError, Problem, RunError, mistake
 from megajax.core.config.differences import differences
 from megajax.core.config.experts import OF_ROUTING
+from megajax.core.config.overrides import typed_override
 from megajax.core.parallel.mesh import check_current_mesh
 from megajax.runtime.checkpoint.digests import SUMS, find_steps, is_step_name, sound_checkpoint
 from megajax.runtime.checkpoint.open import restore_params
@@ -91,7 +92,7 @@ def check_tokenizer(start: Path, tokenizer: Tokenizer | None) -> None:
     if there and here and there != here:
         message = (
             f'differs from the tokenizer of {start} ({there} there, {here} here), on whose ids '
-            f'the weights were trained; set data.tokenizer={tokenizer_of(start)}'
+            f'the weights were trained; set {typed_override("data.tokenizer", tokenizer_of(start))}'
         )
         raise mistake('data.tokenizer', message)
 
@@ -186,7 +187,7 @@ def _check_corpus(start: Path, config: Config) -> None:
                     f'{prefix} has tokens of {path}, but the weights of {start} were trained '
                     f'with the ids of a different tokenizer; build the corpus again: megajax data '
                     f'build {typed(new)} --input FILES --tokenizer {typed(theirs)}, and set '
-                    f'{typed(f"data.corpus={new}")}; '
+                    f'{typed_override("data.corpus", new)}; '
                     'or train on the text itself, data.corpus=FILE.jsonl'
                 )
                 raise mistake('data.corpus', message)

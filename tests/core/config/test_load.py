@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from megajax.core.config import ConfigError, dump, load, presets, reload
 from megajax.core.config.load import CONFIG
+from megajax.core.config.overrides import typed_override
 from megajax.runtime.checkpoint.digests import find_step
 from megajax.runtime.run.infer_config import config_of_overrides
 
@@ -296,6 +298,39 @@ def test_a_misspelled_run_gets_the_run_as_it_is_typed(tmp_path: Path) -> None:
             read()
     with pytest.raises(ConfigError, match=re.escape(meant)):
         config_of_overrides([f'run.dir={missing}'])
+
+
+@pytest.mark.parametrize(
+    ('override', 'quoted'),
+    [
+        ('run.dir=runs/sweep #2', """'run.dir="runs/sweep #2"'"""),
+        ('run.dir=#7', """'run.dir="#7"'"""),
+        ('train.steps=9 # few', """'train.steps="9 # few"'"""),
+        ('data.blend=["a", # b\n "c"]', 'data.blend='),
+    ],
+)
+def test_an_override_is_never_cut_at_a_comment(override: str, quoted: str) -> None:
+    (said,) = mistakes('tiny', override)
+    assert 'begins a comment in YAML; remove it, or put the text in quotes' in said
+    assert quoted in said
+
+
+@pytest.mark.parametrize('folder', ['runs/sweep#2', '"runs/sweep #2"', "'#7'", '"a\\"#"'])
+def test_a_sign_inside_a_text_begins_no_comment(folder: str) -> None:
+    said = load('tiny', [f'run.dir={folder}']).run.dir
+    assert said == folder.strip('\'"').replace('\\', '')
+
+
+@pytest.mark.parametrize('name', ['sweep #2', '7', 'a: b', '[x', 'null', 'it\'s "new"'])
+def test_the_override_of_a_run_that_a_message_names_sets_it(name: str, tmp_path: Path) -> None:
+    run = tmp_path / name
+    run.mkdir()
+    (run / CONFIG).write_text(dump(load('tiny')))
+    fix = mistakes(run)[0].partition('to resume it, use ')[2]
+    (override,) = shlex.split(fix)
+    assert load('tiny', [override]).run.dir == str(run)
+    (override,) = shlex.split(typed_override('run.dir', name))
+    assert load('tiny', [override]).run.dir == name
 
 
 def test_what_is_no_file_or_no_text_is_told(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from megajax.base.errors import ConfigError, mistake
 from megajax.base.files.exists import exists, is_file
 from megajax.base.render.text import typed
+from megajax.core.config.overrides import typed_override
 from megajax.runtime.data.sources.contents import json_text
 from megajax.runtime.data.sources.inputs import (
     Format,
@@ -109,7 +110,8 @@ def check_no_tokens(corpus: str, prefixes: Sequence[str]) -> None:
         few = _few([f'{prefix}.idx' for prefix in prefixes])
         prefix = 'their prefix' if len(prefixes) == 1 else 'one of their prefixes'
         blend = ', mix them with data.blend' if len(prefixes) > 1 else ''
-        fix = f'give {prefix}, {typed(f"data.corpus={prefixes[0]}")}{blend}, or move them elsewhere'
+        override = typed_override('data.corpus', prefixes[0])
+        fix = f'give {prefix}, {override}{blend}, or move them elsewhere'
         raise mistake('data.corpus', f'{corpus} contains token files ({few}); {fix}')
 
 
