@@ -9,7 +9,7 @@ from typer.core import TyperCommand, TyperGroup
 from megajax.base.render.text import shorten
 from megajax.core.config import ConfigError
 from megajax.core.config.overrides import KEYS
-from megajax.core.config.synonyms import key_of_option
+from megajax.core.config.synonyms import key_of_option, without_a_key
 
 OVERRIDE = 'KEY=VALUE'
 _CONFIG = 'config', 'cfg', 'config_file', 'config_path', 'preset'
@@ -92,7 +92,7 @@ def _takes_overrides(where: Any) -> bool:
 
 
 def _fix(option: str, words: list[str], command: str) -> str | None:
-    """Return what to write instead of an option; None if it is not a config key."""
+    """Return what to write instead of an option; None if it means nothing in a config."""
     value = 'VALUE'
     for word, following in zip(words, [*words[1:], '-'], strict=True):
         name, equals, text = word.partition('=')
@@ -100,5 +100,7 @@ def _fix(option: str, words: list[str], command: str) -> str | None:
             value = text if equals else value if following.startswith('-') else following
     if option.lstrip('-').replace('-', '_') in _CONFIG:
         return f'the config is an argument: {command} {value}'
+    if instead := without_a_key(option.lstrip('-')):
+        return instead
     key = key_of_option(option, KEYS)
     return key and f'config keys are set by {OVERRIDE}: {key}={value}'

@@ -60,6 +60,7 @@ def read_overrides(
         if not equals or path in SECTIONS or path.startswith('-'):
             key = key_of_option(path, KEYS) if path.startswith('-') else None
             example = f'{key}=VALUE' if key else 'for example train.steps=100'
+            example = without_a_key(path.lstrip('-')) or example
             message = f'not of the form section.key=value, {example}'
             problems.append(Problem(place, message))
         elif path not in KEYS and path not in RENAMED and not (siblings := _siblings(path)):

@@ -17,10 +17,7 @@ _NAMES = {
         'tp', 'tp_size', 'tensor', 'tensor_parallel', 'tensor_parallel_size',
         'tensor_model_parallel_size', 'tensor_parallelism', 'model_parallel', 'model_parallel_size',
     ),
-    'mesh.data': (
-        'dp', 'dp_size', 'data_parallel', 'data_parallel_size', 'dp_shard', 'fsdp', 'fsdp_size',
-        'data_parallel_shard_degree',
-    ),
+    'mesh.data': ('dp', 'dp_size', 'data_parallel', 'data_parallel_size', 'fsdp', 'fsdp_size'),
     'mesh.replicas': ('hsdp', 'dp_replicate', 'data_parallel_replicate_degree', 'num_replicas'),
     'mesh.stages': (
         'pp', 'pp_size', 'pipeline', 'pipeline_parallel', 'pipeline_parallel_size',
@@ -55,14 +52,17 @@ _NAMES = {
         'd_ff', 'ffn', 'ffn_dim', 'ffn_hidden_size', 'intermediate_size', 'intermediate_dim',
         'mlp_dim', 'n_inner', 'ff_dim', 'dim_feedforward',
     ),
-    'model.experts': ('expert', 'moe', 'num_experts', 'n_experts', 'num_local_experts'),
+    'model.experts': ('expert', 'moe'),
+    'model.experts.count': ('num_experts', 'n_experts', 'num_local_experts', 'n_routed_experts'),
+    'model.experts.active': ('num_experts_per_tok', 'moe_router_topk'),
+    'model.experts.ffn_size': ('moe_intermediate_size', 'moe_ffn_hidden_size'),
     'model.vocab_size': ('vocab', 'n_vocab', 'padded_vocab_size'),
     'model.max_seq_len': ('max_position_embeddings', 'n_positions', 'n_ctx', 'max_seq_length'),
     'model.norm': ('normalization', 'norm_type'),
     'model.window': (
         'sliding_window', 'sliding_window_size', 'window_size', 'attention_window', 'local_window',
     ),
-    'model.layers': ('layer_types', 'layer_pattern', 'sliding_window_pattern', 'no_rope_layers'),
+    'model.layers': ('layer_types', 'layer_pattern', 'no_rope_layers'),
     'model.zero_centered_norm': (
         'apply_layernorm_1p', 'layernorm_1p', 'layernorm_zero_centered_gamma',
     ),
@@ -86,7 +86,6 @@ _NAMES = {
     ),
     'train.batch_size': (
         'batch', 'bs', 'bsz', 'global_batch', 'global_batch_size', 'gbs', 'train_batch_size',
-        'per_device_batch_size', 'per_device_train_batch_size',
     ),
     'train.microbatches': (
         'microbatch', 'num_microbatches', 'accumulate', 'grad_accum', 'accumulation_steps',
@@ -120,7 +119,7 @@ _NAMES = {
     'optim.min_lr': ('minimum_lr', 'end_lr', 'eta_min', 'final_lr'),
     'optim.warmup_steps': (
         'warmup', 'warmup_iters', 'lr_warmup', 'lr_warmup_iters', 'num_warmup_steps',
-        'lr_warmup_steps', 'warmup_ratio',
+        'lr_warmup_steps',
     ),
     'optim.decay_steps': ('lr_decay_iters', 'lr_decay_steps', 'lr_decay'),
     'optim.schedule': (
@@ -160,14 +159,14 @@ _NAMES = {
     'run.dir': (
         'out', 'out_dir', 'output', 'output_dir', 'save', 'save_dir', 'checkpoint_dir', 'ckpt_dir',
         'log_dir', 'logdir', 'run_dir', 'exp_dir', 'run.name', 'run.path',
-        'checkpoint.dir', 'checkpoint.path',
+        'checkpoint.dir', 'checkpoint.path', 'resume_from', 'resume_from_checkpoint',
     ),
     'run.start_from': (
         'load', 'init_from', 'from_pretrained', 'pretrained', 'model_name_or_path', 'base_model',
         'restore_from', 'load_path', 'finetune', 'checkpoint_path', 'pretrained_checkpoint',
         'model.path', 'model.weights', 'model.load', 'model.file', 'model.checkpoint',
     ),
-    'run.resume': ('resume_from', 'resume_from_checkpoint', 'auto_resume'),
+    'run.resume': ('auto_resume',),
     'run.wandb': ('wandb_project', 'project'),
     'run.max_minutes': ('max_time', 'exit_duration_in_mins', 'time_limit'),
 }  # fmt: skip
@@ -176,6 +175,17 @@ _DIFFERENT = {
     'use train.microbatches, the number of microbatches: train.batch_size // (mesh.data x size)': (
         'micro_batch', 'micro_batch_size', 'microbatch_size', 'mbs',
     ),
+    'use train.batch_size, the sequences of a step: size x mesh.data x train.microbatches': (
+        'per_device_batch_size', 'per_device_train_batch_size',
+    ),
+    'use optim.warmup_steps, the number of steps: ratio x train.steps': (
+        'warmup_ratio', 'lr_warmup_fraction',
+    ),
+    'use mesh.data, the shards of all replicas together: degree x mesh.replicas': (
+        'dp_shard', 'data_parallel_shard_degree',
+    ),
+    'use model.layers, a list of the layers that repeat: for 2, a layer with model.window and one '
+    'without a window are model.layers=[{},{"window":null}]': ('sliding_window_pattern',),
     'dropout and biases are not supported in adapters': (
         'lora.dropout', 'lora.bias', 'lora_dropout', 'lora_bias',
     ),

@@ -56,7 +56,9 @@ RUNNER = CliRunner()
         ('optimm.beta1', 'optim.beta1'),
         ('train.optimizer', 'optim.kind'),
         ('mesh.ep', 'mesh.experts'),
-        ('model.num_experts', 'model.experts'),
+        ('model.num_experts', 'model.experts.count'),
+        ('num_experts_per_tok', 'model.experts.active'),
+        ('resume_from_checkpoint', 'run.dir'),
     ],
 )
 def test_an_unknown_key_names_the_one_that_other_programs_call_so(name: str, key: str) -> None:
@@ -94,6 +96,10 @@ def test_a_value_is_no_other_name_of_a_value(allowed: str) -> None:
     [
         ('train.epochs', 'use train.steps'),
         ('lora.dropout', 'not supported in adapters'),
+        ('optim.warmup_ratio', r'use optim\.warmup_steps, .*: ratio x train\.steps$'),
+        ('per_device_train_batch_size', r'size x mesh\.data x train\.microbatches$'),
+        ('data_parallel_shard_degree', r'use mesh\.data, .*: degree x mesh\.replicas$'),
+        ('model.sliding_window_pattern', r'model\.layers=\[{},{"window":null}\]$'),
     ],
 )
 def test_a_key_that_none_here_means_gets_the_reason(name: str, instead: str) -> None:
@@ -130,7 +136,7 @@ def test_a_name_means_one_key_and_is_none_itself() -> None:
     own = {path.partition('.')[2] for path in KEYS}
     assert len(names) == len({*names})
     assert own.isdisjoint(names)
-    assert _NAMES.keys() <= KEYS.keys()
+    assert _NAMES.keys() <= {key.path for key in keys_in()}
 
 
 @pytest.mark.parametrize(
@@ -146,6 +152,14 @@ def test_a_name_means_one_key_and_is_none_itself() -> None:
         ('inspect tiny --num-layers 2', 'model.num_layers=2'),
         ('generate runs/small --dp 2', 'mesh.data=2'),
         ('config show tiny --lr 3', 'optim.lr=3'),
+        ('train tiny --warmup-ratio 0.03', 'ratio x train.steps'),
+        ('train tiny --micro-batch-size 4', 'train.batch_size // (mesh.data x size)'),
+        (
+            'train tiny --per-device-train-batch-size 4',
+            'size x mesh.data x train.microbatches',
+        ),
+        ('train tiny --resume-from-checkpoint runs/a', 'run.dir=runs/a'),
+        ('train tiny --num-experts 8', 'model.experts.count=8'),
     ],
 )
 def test_an_option_that_is_a_key_gets_the_override(line: str, fix: str) -> None:
@@ -164,6 +178,16 @@ def test_another_option_is_refused_as_before(line: str) -> None:
 def test_an_option_of_a_launched_command_gets_the_override() -> None:
     with pytest.raises(ConfigError, match=r'section\.key=value, train\.steps=VALUE'):
         load('tiny', ['--steps', '10'])
+    with pytest.raises(ConfigError, match=r'section\.key=value, use optim\.warmup_steps'):
+        load('tiny', ['--warmup-ratio', '0.03'])
+
+
+def test_the_pattern_of_windows_that_a_message_shows_is_one() -> None:
+    with pytest.raises(ConfigError) as error:
+        load('tiny', ['model.sliding_window_pattern=2'])
+    override = str(error.value).split()[-1]
+    layers = load('tiny', ['model.window=16', override]).model.layer_configs
+    assert [layer.window for layer in layers] == [16, None] * (len(layers) // 2)
 
 
 def folder_of_run(folder: Path, name: str) -> Path:
