@@ -19,6 +19,7 @@ from megajax.core.config.section import (
     Section,
     Tokens,
     follows,
+    one_of,
 )
 from megajax.core.config.vision import Part, VisionConfig
 
@@ -95,7 +96,7 @@ class ModelConfig(Section):
     """Scaling of the rotary frequencies, for example {type: llama3, factor: 8}."""
     rotary_fraction: Annotated[PositiveFloat, Field(le=1)] = 1.0
     """Share of the head dim that is rotated: its first dims, rounded down to whole dims (rope)."""
-    qk_norm: bool | Literal['all'] = False
+    qk_norm: Annotated[bool | Literal['all'], one_of('all')] = False
     """Whether queries and keys are normalized: per head (true), as in Qwen3, or over all heads at
     once (all), as in OLMo 2.
     """

@@ -43,6 +43,7 @@ from megajax.core.config.section import (
     Steps,
     Tokens,
     Unit,
+    one_of,
 )
 from megajax.core.config.vision import RelevanceConfig, VisionConfig
 
@@ -55,7 +56,6 @@ def _check_loss_scale(value: Any) -> Any:
     raise PydanticCustomError('loss_scale', "Input should be 'auto' or a power of two")
 
 
-# The validator gives one message for both types.
 FirstLossScale = Annotated[Literal['auto'] | float, BeforeValidator(_check_loss_scale)]
 
 
@@ -121,7 +121,7 @@ class TrainConfig(Section):
     attention dropout, the first of the two that fits; otherwise none. See
     `megajax/core/train/overlap.py`.
     """
-    unroll: Literal['auto'] | bool = 'auto'
+    unroll: Annotated[Literal['auto'] | bool, one_of('auto')] = 'auto'
     """Compile each layer separately (true), or scan over the layers (false). Separate layers
     compile more slowly and overlap more. auto: true on GPUs, where supported, if `overlap` splits
     the microbatch or the layers send nothing; false otherwise, and with `deterministic` or

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Self
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeInt,
@@ -69,6 +70,18 @@ def check_prompt(text: str) -> str:
         message = "text other than 'step', the key of the number of the step in samples.jsonl"
         raise PydanticCustomError('prompt', '{message}', {'message': message})
     return text
+
+
+def one_of(*names: str) -> BeforeValidator:
+    """Return a validator of true, false or one of these names, with one message for all of them."""
+    allowed = f'true, false or {" or ".join(map(repr, names))}'
+
+    def check(value: Any) -> Any:
+        if isinstance(value, bool) or (isinstance(value, str) and value in names):
+            return value
+        raise PydanticCustomError('one_of', 'Input should be {allowed}', {'allowed': allowed})
+
+    return BeforeValidator(check)
 
 
 def _encoded(text: str) -> bytes:

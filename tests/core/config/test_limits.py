@@ -159,3 +159,16 @@ def test_the_reason_of_a_long_error_is_kept_at_its_end() -> None:
     assert shown.startswith('cannot write a/')
     assert shown.endswith(why)
     assert len(shown) <= MAX_REASON_CHARACTERS
+
+
+@pytest.mark.parametrize(
+    ('override', 'said'),
+    [
+        ('model.qk_norm=yes', "model.qk_norm: must be true, false or 'all', not 'yes'"),
+        ('model.qk_norm=1', "model.qk_norm: must be true, false or 'all', not 1"),
+        ('train.unroll=on', "train.unroll: must be true, false or 'auto', not 'on'"),
+        ('train.unroll=[auto]', "train.unroll: must be true, false or 'auto', not ['auto']"),
+    ],
+)
+def test_a_value_of_two_types_has_one_message(override: str, said: str) -> None:
+    assert message(override) == f'override {override}: {said}'
