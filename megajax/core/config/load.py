@@ -22,6 +22,7 @@ from megajax.core.config.keys import sources
 from megajax.core.config.overrides import (
     KEYS,
     Setting,
+    is_override,
     members,
     read_overrides,
     typed_override,
@@ -219,6 +220,11 @@ def _read_file(file: Path, problems: list[Problem]) -> dict[str, Setting] | None
 
 
 def _no_such_file(file: Path) -> str:
+    if is_override(str(file)):
+        key, _, value = str(file).partition('=')
+        of_run = Path(value) / CONFIG
+        config = of_run if key == 'run.dir' and of_run.is_file() else 'tiny'
+        return f'is an override; put a config before it, for example {config}'
     files = [path for end in ('*.yaml', '*.yml') for path in file.parent.glob(f'[!.]{end}')]
     here = {path.stem: str(path) for path in files}
     choices = here | {name: name for name in presets()}
@@ -234,15 +240,22 @@ def _no_such_file(file: Path) -> str:
 
 
 def _is_a_folder(folder: Path) -> str:
+    """Return the message for a folder; commands that start no run need the path of its config."""
     if (folder / CONFIG).is_file():
-        return f'is the folder of a run; to resume it, use {typed_override("run.dir", folder)}'
+        return f'is the folder of a run; {_fix_of_run(folder)}'
     run = folder.absolute().parent.parent
     if (run / CONFIG).is_file():
         start = typed_override('run.start_from', folder)
-        return f'is a checkpoint; to start a run from its weights, use {start}'
+        config = f'its config is {run / CONFIG}'
+        return f'is a checkpoint; {config}, and to start a run from its weights, use {start}'
     if runs := runs_in(folder):
-        return f'is a folder of runs; to resume one, use {typed_override("run.dir", runs[0])}'
+        return f'is a folder of runs; for one of them, {_fix_of_run(Path(runs[0]))}'
     return 'is a folder; give a YAML file, or a preset (megajax config list)'
+
+
+def _fix_of_run(run: Path) -> str:
+    resume = typed_override('run.dir', run)
+    return f'its config is {run / CONFIG}, and to resume it, use {resume}'
 
 
 def _read_settings(text: str, file: str, problems: list[Problem]) -> dict[str, Setting]:

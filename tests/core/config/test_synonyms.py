@@ -198,11 +198,18 @@ def folder_of_run(folder: Path, name: str) -> Path:
 
 def test_a_folder_in_place_of_a_config_gets_the_key_of_its_kind(tmp_path: Path) -> None:
     run = folder_of_run(tmp_path / 'runs', 'small')
+    of_run = f'its config is {run}/config.yaml'
     for folder, fix in (
-        (run, f'is the folder of a run; to resume it, use run.dir={run}'),
+        (run, f'{of_run}, and to resume it, use run.dir={run}'),
+        (run / 'checkpoints' / '100', f'{of_run}, and to start a run from its weights, use '),
         (run / 'checkpoints' / '100', f'use run.start_from={run}/checkpoints/100'),
-        (run.parent, f'is a folder of runs; to resume one, use run.dir={run}'),
+        (run.parent, f'is a folder of runs; for one of them, {of_run}, and to resume it, use '),
         (tmp_path, 'is a folder; give a YAML file, or a preset'),
+        (
+            f'run.dir={run}',
+            f'is an override; put a config before it, for example {run}/config.yaml',
+        ),
+        ('run.dir=none', 'is an override; put a config before it, for example tiny'),
     ):
         with pytest.raises(ConfigError) as error:
             load(folder)
