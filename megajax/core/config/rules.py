@@ -193,7 +193,10 @@ def _schedule(optim: 'OptimConfig', steps: int) -> Iterator[Problem]:
         )
         yield Problem('optim.decay_steps', message, others=('optim.warmup_steps',))
     if optim.schedule == 'inverse_sqrt' and not optim.warmup_steps:
-        message = '0 is not supported with optim.schedule=inverse_sqrt; use for example 100'
+        message = (
+            '0 is not supported with optim.schedule=inverse_sqrt; '
+            f'use for example {unused_rules.warmup_for(optim, steps)}'
+        )
         yield Problem('optim.warmup_steps', message, others=('optim.schedule',))
     after = (optim.decay_steps or steps) - optim.warmup_steps
     others = ('optim.decay_steps', 'optim.warmup_steps', 'train.steps')

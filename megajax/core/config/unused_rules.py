@@ -1,5 +1,6 @@
 """Reject keys that have no effect, because of the values of other keys."""
 
+import math
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from megajax.base.render.text import shorten
 from megajax.core.config.section import Section
 
 if TYPE_CHECKING:
+    from megajax.core.config.optim import OptimConfig
     from megajax.core.config.schema import Config
 
 
@@ -27,8 +29,14 @@ def of_learning_rate(config: 'Config') -> Iterator[Problem]:
     if optim.schedule == 'constant':
         yield from _unused(optim, 'optim.decay_steps', schedule, 'optim.schedule=cosine')
     if not optim.warmup_steps:
-        no_warmup = 'optim.warmup_steps=0'
-        yield from _unused(optim, 'optim.warmup_init', no_warmup, 'optim.warmup_steps=100')
+        needed = f'optim.warmup_steps={warmup_for(optim, config.train.steps)}'
+        yield from _unused(optim, 'optim.warmup_init', 'optim.warmup_steps=0', needed)
+
+
+def warmup_for(optim: 'OptimConfig', steps: int) -> float:
+    """Return a warm-up for a message to offer: a tenth of the schedule, and at most 100 steps."""
+    end = optim.decay_steps or steps
+    return min(100, max(1, math.floor(end) // 10)) if end > 1 else end / 2
 
 
 def of_training(config: 'Config') -> Iterator[Problem]:

@@ -532,6 +532,19 @@ def test_every_degree_that_is_offered_works(base: str, overrides: str, offered: 
         assert problems(*wrong, *sizes, f'{key}={n}', base=base) == []
 
 
+@pytest.mark.parametrize(('steps', 'offered'), [(1, '0.5'), (2, '1'), (100, '10'), (5000, '100')])
+@pytest.mark.parametrize('length', ['train.steps', 'optim.decay_steps'])
+@pytest.mark.parametrize('needs', ['optim.schedule=inverse_sqrt', 'optim.warmup_init=0.0'])
+def test_the_warmup_that_is_offered_is_shorter_than_the_schedule(
+    steps: int, offered: str, length: str, needs: str
+) -> None:
+    wrong = [needs, 'optim.warmup_steps=0', f'{length}={steps}']
+    (problem,) = problems(*wrong)
+    fix = re.split('for example |warmup_steps=', problem.message)[-1]
+    assert fix == offered
+    assert problems(*wrong, f'optim.warmup_steps={fix}') == []
+
+
 @pytest.mark.parametrize(
     'overrides',
     [
