@@ -8,6 +8,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from megajax.base.render.text import shorten
+from megajax.base.render.units import count
 from megajax.core.config.experts import ExpertsConfig
 from megajax.core.config.layer import LayerConfig, RopeScaling
 from megajax.core.config.schema import SECTIONS
@@ -19,6 +20,8 @@ PLAIN_WORDS = {
     'string_type': 'text (in quotes if it looks like another type)',
     'tuple_type': 'a list',
     'model_type': 'a group of keys',
+    'dict_type': 'a group of keys',
+    'none_required': 'null',
 }
 _GROUPS: dict[str, type[Section]] = {
     **SECTIONS,
@@ -29,6 +32,8 @@ _GROUPS: dict[str, type[Section]] = {
 
 def explain(detail: ErrorDetails) -> str:
     """Return a line of bounded length that explains what is wrong with a value."""
+    if detail['type'] == 'missing' and isinstance(detail['loc'][-1], int):
+        return 'missing from the list; add it'
     if detail['type'] == 'missing':
         return 'required, and has no default; add it'
     if detail['type'] == 'extra_forbidden':  # the key is inside a value that is a group
@@ -36,7 +41,12 @@ def explain(detail: ErrorDetails) -> str:
             return f'is not a key of a layer; known keys: {", ".join(LayerConfig.model_fields)}'
         return 'is not a key; remove it'
     allowed = PLAIN_WORDS.get(detail['type']) or detail['msg'].removeprefix('Input should be ')
-    least = detail.get('ctx', {}).get('ge')
+    limits = detail.get('ctx', {})
+    if detail['type'] == 'too_short':
+        allowed = f'a list of at least {count(limits["min_length"], "value")}'
+    if detail['type'] == 'too_long':
+        allowed = f'a list of at most {count(limits["max_length"], "value")}'
+    least = limits.get('ge')
     if isinstance(least, float) and 0 < least < 1e-4:  # pydantic writes all zeros of 1.2e-38
         allowed = f'greater than or equal to {least}'
     value = 'null' if detail['input'] is None else shorten(repr(detail['input']))

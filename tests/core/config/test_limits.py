@@ -172,3 +172,17 @@ def test_the_reason_of_a_long_error_is_kept_at_its_end() -> None:
 )
 def test_a_value_of_two_types_has_one_message(override: str, said: str) -> None:
     assert message(override) == f'override {override}: {said}'
+
+
+@pytest.mark.parametrize(
+    ('override', 'said'),
+    [
+        ('lora.targets=[]', 'must be a list of at least 1 value, not []'),
+        ('model.mrope_section=[1,2,3,4]', 'must be a list of at most 3 values, not [1, 2, 3, 4]'),
+        ('model.mrope_section=[1,2]', '[2] missing from the list; add it'),
+        ('data.blend=[1]', 'must be a group of keys, not [1]'),
+        ('model.layers=[{"experts":{"count":4}}]', "[0].experts must be null, not {'count': 4}"),
+    ],
+)
+def test_a_list_of_a_wrong_length_and_what_must_be_null_are_said(override: str, said: str) -> None:
+    assert f'{override.partition("=")[0]}: {said}' in message(override).splitlines()[-1]
