@@ -25,6 +25,7 @@ MAX_NODES = 5_000  # keys and values, including those in aliases
 MAX_DEPTH = 20  # nested groups and lists; a config has three
 MAX_DIGITS = 100  # characters of a number
 STRING = 'tag:yaml.org,2002:str'
+INTEGER, FLOAT = 'tag:yaml.org,2002:int', 'tag:yaml.org,2002:float'
 
 
 class LimitError(MarkedYAMLError):
@@ -32,10 +33,23 @@ class LimitError(MarkedYAMLError):
 
 
 class _Constructor(SafeConstructor):
-    """A constructor that reads dates as text: YAML 1.2 has no dates, but ruamel parses them."""
+    """A constructor that reads as text what YAML 1.2 does, but ruamel takes for something else.
+
+    These are dates, and numbers without digits, such as `-_`, `0x_` and `._`.
+    """
+
+    def number(self, node: ScalarNode) -> int | float | str:
+        """Return the number of a node; its text if it has no digits."""
+        is_float = str(node.tag) == FLOAT
+        try:
+            return self.construct_yaml_float(node) if is_float else self.construct_yaml_int(node)
+        except ValueError:
+            return str(self.construct_yaml_str(node))
 
 
 _Constructor.add_constructor('tag:yaml.org,2002:timestamp', SafeConstructor.construct_yaml_str)
+for _tag in (INTEGER, FLOAT):
+    _Constructor.add_constructor(_tag, _Constructor.number)
 
 
 class _Composer(Composer):

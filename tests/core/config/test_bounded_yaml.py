@@ -1,5 +1,6 @@
 """Whatever a file holds, it is read or refused at once, in a message that a terminal can show."""
 
+import math
 import random
 import string
 import time
@@ -9,7 +10,7 @@ import pytest
 from ruamel.yaml.error import YAMLError
 
 from megajax.base.errors import MAX_PROBLEMS
-from megajax.core.config import ConfigError, load
+from megajax.core.config import ConfigError, dump, load
 from megajax.core.config.bounded_yaml import MAX_NODES, explain, parse
 from megajax.core.config.records import read_record
 from megajax.core.config.section import Section
@@ -111,6 +112,21 @@ def test_an_alias_counts_as_what_it_stands_for() -> None:
     assert len(parse(text)) == 2
     with pytest.raises(YAMLError, match=f'more than {MAX_NODES:,} keys and values'):
         parse(text + '- *a\n' * 3)
+
+
+@pytest.mark.parametrize('text', ['-_', '+_', '0x_', '-0x_', '0b_', '0o_', '._', '-._', '__'])
+def test_a_number_without_digits_is_text(text: str) -> None:
+    assert parse(f'{{{text}: [{text}]}}') == {text: [text]}
+    config = load('tiny', [f'run.dir={text}'])
+    assert config.run.dir == text
+    assert parse(dump(config))['run']['dir'] == text
+
+
+def test_numbers_are_read_as_such() -> None:
+    assert parse('[1, -2, 0x1f, 0o17, 1_000, 3e-4, .5, -.inf]') == [
+        *(1, -2, 31, 15, 1000),
+        *(3e-4, 0.5, -math.inf),
+    ]
 
 
 def test_a_changed_preset_is_read_or_refused_and_never_a_bug() -> None:
