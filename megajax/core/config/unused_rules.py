@@ -73,13 +73,19 @@ def of_model(config: 'Config') -> Iterator[Problem]:
 
 
 def of_vision(config: 'Config') -> Iterator[Problem]:
-    """Check that keys of cross-attention and of frozen parts have an effect."""
+    """Check that keys of cross-attention, image sizes and frozen parts have an effect."""
     if (vision := config.vision) is None:
         return
     if not vision.is_crossed:
         crossed = 'vision.fusion=cross_attention'
         for name in ('cross_every', 'cross_gate'):
             yield from _unused(vision, f'vision.{name}', f'vision.fusion={vision.fusion}', crossed)
+    if vision.min_patches and config.relevance is not None:
+        message = (
+            f'{vision.min_patches} has no effect with relevance, which scales every image to '
+            'vision.max_patches; remove it, or remove relevance'
+        )
+        yield Unused('vision.min_patches', message, others=('relevance',))
     if vision.freeze and config.lora is not None:
         message = (
             f'{list(vision.freeze)} has no effect with lora, which freezes everything except its '

@@ -98,7 +98,9 @@ class VisionConfig(Section):
     max_patches: Patches = 1024
     """Maximum image size; larger images are scaled down."""
     min_patches: Annotated[CountFromZero, Unit('patches')] = 0
-    """Minimum image size; smaller images are scaled up. Qwen3-VL: 256 (65,536 pixels)."""
+    """Minimum image size; smaller images are scaled up. Qwen3-VL: 256 (65,536 pixels). Not
+    supported with relevance, which scales every image to max_patches.
+    """
     image_token: CountFromZero = 0
     """Id of the image placeholder token."""
     freeze: Annotated[tuple[Part, ...], Field(strict=False)] = ()

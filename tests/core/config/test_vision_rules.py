@@ -2,7 +2,7 @@
 
 import pytest
 
-from megajax.core.config import ConfigError, LoraConfig, load
+from megajax.core.config import ConfigError, LoraConfig, load, reload
 
 BASE = 'tiny_vlm'
 
@@ -103,3 +103,15 @@ def test_the_model_of_a_copy_has_the_sections_of_the_copy() -> None:
 def test_the_section_is_no_key_of_the_model() -> None:
     (problem,) = problems('model.vision=1')
     assert 'model.vision: unknown key' in problem
+
+
+def test_no_smallest_image_is_set_where_every_image_has_one_size() -> None:
+    with pytest.raises(ConfigError) as error:
+        load('tiny_arr_coc', ['vision.min_patches=16'])
+    assert str(error.value) == (
+        'override vision.min_patches=16: vision.min_patches: 16 has no effect with relevance, '
+        'which scales every image to vision.max_patches; remove it, or remove relevance'
+    )
+    stored = load('tiny_arr_coc').model_dump(mode='json')
+    stored['vision']['min_patches'] = 16
+    assert reload(stored, place='record.json') == load('tiny_arr_coc')
