@@ -17,6 +17,7 @@ from ruamel.yaml import YAML
 
 from megajax.analysis.plan.real_step import busy, config_for, fitted_to_step, real_seconds
 from megajax.base.files.outputs import with_folder
+from megajax.base.render.units import rounded
 from megajax.core.hardware.dies import Efficiency, Reference
 from megajax.core.hardware.records import Dtype, Hardware, Link, hardware_of
 from megajax.core.parallel.layout import batch_layout
@@ -57,7 +58,7 @@ def calibrate(out: Path, *, seconds: float) -> Iterator[str]:
         rates[dtype] = list(_product_rates(dtype, seconds / len(dtypes)))
         yield (
             f'matmul TFLOP/s by size, {dtype}: '
-            + ', '.join(f'{size}: {rate / 1e12:.3g}' for size, rate in rates[dtype])
+            + ', '.join(f'{size}: {rounded(rate / 1e12)}' for size, rate in rates[dtype])
         )
     bandwidth = _memory_bandwidth(seconds)
     yield f'memory bandwidth: {bandwidth / 1e9:.1f} GB/s'

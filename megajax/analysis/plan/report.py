@@ -9,7 +9,7 @@ from rich.text import Text
 from megajax.analysis.plan.result import Candidate, Plan
 from megajax.base.render.console import as_html, as_text, number_columns, open_table, text_columns
 from megajax.base.render.folded import Folded
-from megajax.base.render.units import count, duration, si
+from megajax.base.render.units import count, duration, rounded, si
 
 _SHOWN = 5e-4  # share of the step above which launch overhead gets its own line
 
@@ -171,10 +171,10 @@ def _band(plan: Plan) -> str:
 def _rates(plan: Plan) -> Text:
     parts = [
         f'{plan.tokens_per_second:,.0f} tokens/s ({_band(plan)})',
-        f'{plan.tflops_per_gpu:.3g} TFLOP/s per GPU',
+        f'{rounded(plan.tflops_per_gpu)} TFLOP/s per GPU',
     ]
     if plan.paper_tflops_per_gpu is not None:
-        parts[-1] += f" ({plan.paper_tflops_per_gpu:.3g} by Narayanan et al.'s formula)"
+        parts[-1] += f" ({rounded(plan.paper_tflops_per_gpu)} by Narayanan et al.'s formula)"
     parts += [f'MFU {plan.mfu:.1%}', f'HFU {plan.hfu:.1%}']
     if plan.tokens and plan.days:
         parts.append(f'{plan.days:,.1f} days ({_band(plan)}) for {plan.tokens:,.0f} tokens')

@@ -11,7 +11,7 @@ from megajax.analysis.profile.result import MeasuredLine, Part, Profile
 from megajax.analysis.profile.work import GRAPH
 from megajax.base.render.console import open_table
 from megajax.base.render.folded import Folded
-from megajax.base.render.units import si
+from megajax.base.render.units import rounded, si
 
 # For the name of an instruction, or of a site that has a path instead of a name.
 MAX_NAME_COLUMNS = 36
@@ -85,7 +85,7 @@ def _products(profile: Profile, top: int) -> Table:
             f'{line.launches:,.0f}',
             _ms(line.seconds),
             _ms(line.slowest_seconds),
-            '-' if line.flops_per_second is None else f'{line.flops_per_second / 1e12:,.3g}',
+            '-' if line.flops_per_second is None else rounded(line.flops_per_second / 1e12),
             '-' if line.peak_share is None else f'{line.peak_share:.1%}',
             *_predicted(profile, line),
         )
@@ -108,7 +108,7 @@ def _collectives(profile: Profile, top: int) -> Table:
             _ms(line.exposed_seconds),
             _ms(line.hidden_seconds),
             _ms(line.transfer_seconds),
-            '-' if rate is None else f'{rate / 1e9:,.3g}',
+            '-' if rate is None else rounded(rate / 1e9),
             *_predicted(profile, line),
         )
     return _more(table, profile.collectives, top)

@@ -11,6 +11,7 @@ import numpy as np
 from megajax.analysis.report.downsample import Curve
 from megajax.analysis.report.html import Html, element, join
 from megajax.analysis.report.scale import Scale, label, scale_of
+from megajax.base.render.units import rounded
 
 WIDTH, HEIGHT = 460, 270  # pixels
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 24, 40  # pixels around the frame
@@ -163,7 +164,7 @@ def _strips(lines: Sequence[Line], across: Scale) -> Html:
         values = [f'step {middle:,.0f}']
         for line in lines:
             nearest = int(np.argmin(np.abs(line.curve.x - middle)))
-            values.append(f'{line.name}: {line.curve.y[nearest]:,.4g}')
+            values.append(f'{line.name}: {rounded(line.curve.y[nearest], 4)}')
         parts.append(
             element(
                 'rect',

@@ -9,7 +9,7 @@ from megajax.analysis.report.html import Html, details, element, join, table
 from megajax.analysis.report.learning import tokens_of
 from megajax.analysis.report.read import Checkpoint, RunData
 from megajax.analysis.report.run_facts import Facts, lines_of
-from megajax.base.render.units import count, duration, large, si
+from megajax.base.render.units import count, duration, large, rounded, si
 
 SHOWN = 12  # most checkpoints in a table
 
@@ -23,7 +23,7 @@ def headline(facts: Facts) -> str:
     devices = run.config.mesh.num_devices
     return (
         f'{duration(seconds)} on {count(devices, "device")}, '
-        f'{seconds * devices / 3600:,.3g} device-hours for {large(tokens_of(run))} tokens'
+        f'{rounded(seconds * devices / 3600)} device-hours for {large(tokens_of(run))} tokens'
     )
 
 
@@ -64,7 +64,7 @@ def _rates(runs: Sequence[Facts]) -> Html:
         ('tokens/s', [_form(facts.run.steps.median('tokens_per_s'), large) for facts in runs]),
         (
             'TFLOP/s per device',
-            [_form(facts.run.steps.median('tflops_per_device'), '{:.3g}'.format) for facts in runs],
+            [_form(facts.run.steps.median('tflops_per_device'), rounded) for facts in runs],
         ),
         ('MFU', [_form(facts.run.steps.median('mfu'), '{:.1%}'.format) for facts in runs]),
         ('memory per device', [memory_of(facts.run) for facts in runs]),

@@ -10,7 +10,7 @@ from megajax.analysis.report.downsample import Curve, Floats, thin
 from megajax.analysis.report.html import Html, details, element, join, table
 from megajax.analysis.report.read import RunData
 from megajax.analysis.report.run_facts import Facts
-from megajax.base.render.units import large
+from megajax.base.render.units import large, rounded
 from megajax.runtime.run.log.report import ROUTING
 
 VALIDATION, PER_BYTE = 'validation_loss', 'validation_bits_per_byte'
@@ -183,7 +183,7 @@ def tokens_of(run: RunData) -> int:
 
 
 def _number(value: float) -> str:
-    return f'{value:.4g}' if np.isfinite(value) else '-'
+    return rounded(value, 4) if np.isfinite(value) else '-'
 
 
 def _result(steps: Floats, values: Floats) -> Html | str:
@@ -191,10 +191,10 @@ def _result(steps: Floats, values: Floats) -> Html | str:
     steps, values = steps[known], values[known]
     if not len(values):
         return '-'
-    last = f'{values[-1]:.4g}'
+    last = rounded(values[-1], 4)
     best = int(np.argmin(values))
     if values[0] > values[-1] and best < len(values) - 1:
-        below = element('small', f'{values[best]:.4g} at step {steps[best]:,.0f}')
+        below = element('small', f'{rounded(values[best], 4)} at step {steps[best]:,.0f}')
         return join([last, element('br'), below])
     return last
 

@@ -9,7 +9,7 @@ from megajax.analysis.report.html import Html, element, join, table
 from megajax.analysis.report.learning import VALIDATION
 from megajax.analysis.report.read import METRICS, RunData
 from megajax.analysis.report.run_facts import Facts
-from megajax.base.render.units import count, duration
+from megajax.base.render.units import count, duration, rounded
 from megajax.runtime.checkpoint.record import config_differences
 from megajax.runtime.run.log.report import IDLE_STEPS, idle_experts
 from megajax.runtime.run.watchdog import LOG
@@ -223,4 +223,4 @@ def _skipped_table(run: RunData) -> Html:
 
 
 def _or_not_finite(value: float) -> str:
-    return f'{value:.4g}' if np.isfinite(value) else 'not finite'
+    return rounded(value, 4) if np.isfinite(value) else 'not finite'

@@ -31,6 +31,15 @@ def count(number: int, one: str, many: str = '') -> str:
     return f'{number:,} {one if number == 1 else many or one + "s"}'
 
 
+def rounded(number: float, digits: int = 3) -> str:
+    """Return a number with so many digits, or from 1,000 on as an integer: 0.0123, 412, 2,048.
+
+    Numbers from 1e9 on, and very small ones, have an exponent.
+    """
+    text = f'{number:.{digits}g}'
+    return f'{number:,.0f}' if 1000 <= abs(float(text)) < 1e9 else text
+
+
 def large(number: float) -> str:
     """Return a large number with three digits: 4.46 M, 1.2 T."""
     if number >= 1e6:

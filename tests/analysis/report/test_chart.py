@@ -52,6 +52,12 @@ def test_a_line_has_at_most_so_many_dots_each_at_its_value(count: int):
     assert all(LEFT <= a <= WIDTH - RIGHT and 0 < b < HEIGHT for a, b in dots)
 
 
+def test_a_tooltip_has_a_large_value_without_an_exponent():
+    x = np.arange(2.0)
+    drawn = str(chart('title', [line(x, np.full(2, 123_456.0))], y='tokens/s'))
+    assert 'loss: 123,456</title>' in drawn
+
+
 def test_only_a_curve_of_averages_has_a_band_and_an_empty_one_no_figure():
     x = np.arange(3.0)
     assert 'class="band' in str(chart('title', [line(x, x, band=0.1)], y='nats'))

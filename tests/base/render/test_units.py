@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megajax.base.render.units import duration, large, si
+from megajax.base.render.units import duration, large, rounded, si
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,14 @@ from megajax.base.render.units import duration, large, si
         (large, 999_700_000, '1 B'),
         (large, 999.4e9, '999 B'),
         (large, 999.9e9, '1 T'),
+        (rounded, 0.0123, '0.0123'),
+        (rounded, 412.345, '412'),
+        (rounded, 999.4, '999'),
+        (rounded, 999.6, '1,000'),
+        (rounded, 2048, '2,048'),
+        (rounded, -123_456.7, '-123,457'),
+        (rounded, 2.5e12, '2.5e+12'),
+        (rounded, float('nan'), 'nan'),
         (si, 999, '999 B'),
         (si, 999.6, '1.0 kB'),
         (si, 999_940, '999.9 kB'),

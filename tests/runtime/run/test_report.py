@@ -71,6 +71,11 @@ def test_on_a_terminal_the_lines_stay_above_a_bar_that_fits(
     assert all(len(line) <= 80 and '…' not in line for line in lines)
 
 
+def test_a_rate_of_1000_and_more_has_no_exponent(capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = said(capsys, {**STEP, **SPEED, 'tflops_per_device': 1234.5})
+    assert ' 1,234 TFLOP/s ' in line
+
+
 def test_what_is_not_known_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     (line,) = said(
         capsys,

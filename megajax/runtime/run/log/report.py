@@ -1,7 +1,7 @@
 """The terminal output of a run: placements, progress and results."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import jax
@@ -21,7 +21,7 @@ from rich.text import Text
 from megajax.base.render.console import open_table
 from megajax.base.render.folded import Folded
 from megajax.base.render.text import folded, visible
-from megajax.base.render.units import duration
+from megajax.base.render.units import duration, rounded
 from megajax.core.config import Config
 from megajax.core.config.model import ModelConfig
 from megajax.core.counts.parameters import num_parameters
@@ -34,18 +34,23 @@ from megajax.core.parallel.placements import Placement
 from megajax.core.train.loss_scale import MARGIN
 from megajax.runtime.processes.signals import drop_lost_outputs
 
-LEARNING = {'loss': 'loss {:.3f}', 'lr': 'lr {:.2e}', 'grad_norm': 'grad norm {:.2f}'}
-ROUTING = {
-    'expert_load': 'expert load {:.2f}x',
-    'dropped': 'dropped {:.1%}',
-    'router_entropy': 'router entropy {:.2f}',
-    'balance_loss': 'balance loss {:.3g}',
+Forms = Mapping[str, Callable[[float], str]]
+LEARNING: Forms = {
+    'loss': 'loss {:.3f}'.format,
+    'lr': 'lr {:.2e}'.format,
+    'grad_norm': 'grad norm {:.2f}'.format,
+}
+ROUTING: Forms = {
+    'expert_load': 'expert load {:.2f}x'.format,
+    'dropped': 'dropped {:.1%}'.format,
+    'router_entropy': 'router entropy {:.2f}'.format,
+    'balance_loss': 'balance loss {:.3g}'.format,
 }
 # Rates that are averaged over several steps, weighted by the time of the steps.
-RATES = {
-    'tokens_per_s': '{:,.0f} tokens/s',
-    'tflops_per_device': '{:.3g} TFLOP/s',
-    'mfu': 'MFU {:.1%}',
+RATES: Forms = {
+    'tokens_per_s': '{:,.0f} tokens/s'.format,
+    'tflops_per_device': lambda number: f'{rounded(number)} TFLOP/s',
+    'mfu': 'MFU {:.1%}'.format,
 }
 # A delay is reported if it exceeds this share of the step time since the last line, and this many
 # ms.
@@ -283,9 +288,9 @@ def idle_experts(count: float) -> str:
     )
 
 
-def _describe(forms: Mapping[str, str], values: Mapping[str, float]) -> str:
+def _describe(forms: Forms, values: Mapping[str, float]) -> str:
     """Format the values that `forms` names, in the order of `forms`; skip missing values."""
-    return '  '.join(form.format(values[name]) for name, form in forms.items() if name in values)
+    return '  '.join(form(values[name]) for name, form in forms.items() if name in values)
 
 
 def _in_short(values: Mapping[str, float], rates: Mapping[str, float]) -> str:
@@ -298,7 +303,8 @@ def _in_short(values: Mapping[str, float], rates: Mapping[str, float]) -> str:
 def _why_skipped(values: Mapping[str, float]) -> str:
     if values['overflow']:
         return f'in fp16 its gradients overflow at a loss scale of {values["loss_scale"]:,.0f}'
-    return f'its loss is {values["loss"]:.4g} and its gradient norm {values["grad_norm"]:.4g}'
+    loss, norm = (rounded(values[name], 4) for name in ('loss', 'grad_norm'))
+    return f'its loss is {loss} and its gradient norm {norm}'
 
 
 def _kind_of_skip(values: Mapping[str, float]) -> str:
