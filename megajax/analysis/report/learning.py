@@ -163,7 +163,7 @@ def _results(runs: Sequence[Facts]) -> Html:
             f'{facts.run.last_step:,}',
             large(tokens_of(facts.run)),
             _number(last_loss(facts.run)),
-            *(_result(*facts.run.evaluated(name)) for name in names),
+            *(_result(name, *facts.run.evaluated(name)) for name in names),
         ]
         for facts in runs
     ]
@@ -186,14 +186,24 @@ def _number(value: float) -> str:
     return rounded(value, 4) if np.isfinite(value) else '-'
 
 
-def _result(steps: Floats, values: Floats) -> Html | str:
+def _best(name: str, values: Floats) -> int:
+    """Return the index of a result's best value; the last if neither direction is better."""
+    if name.endswith('_loss') or name == PER_BYTE:
+        return int(np.argmin(values))
+    if name.startswith('validation_read'):  # the share of images that are transcribed exactly
+        return int(np.argmax(values))
+    return len(values) - 1
+
+
+def _result(name: str, steps: Floats, values: Floats) -> Html | str:
+    """Return the last value of a result, with a better one below it if there was one."""
     known = np.isfinite(values)
     steps, values = steps[known], values[known]
     if not len(values):
         return '-'
     last = rounded(values[-1], 4)
-    best = int(np.argmin(values))
-    if values[0] > values[-1] and best < len(values) - 1:
+    best = _best(name, values)
+    if values[best] != values[-1]:
         below = element('small', f'{rounded(values[best], 4)} at step {steps[best]:,.0f}')
         return join([last, element('br'), below])
     return last
