@@ -1,7 +1,7 @@
 """Answer "Did anything go wrong?": skipped and slow steps, restarts, damaged files."""
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from megajax.analysis.report.run_facts import Facts
 from megajax.base.render.units import count, duration, rounded
 from megajax.runtime.checkpoint.record import config_differences
 from megajax.runtime.run.log.report import IDLE_STEPS, idle_experts
+from megajax.runtime.run.stall_report import NO_PROGRESS
 from megajax.runtime.run.watchdog import LOG
 
 SLOW = 2.0  # a step is slow if it takes more than this many times the median
@@ -20,6 +21,8 @@ BEHIND = 0.1  # a process is reported if it is behind by more than this share of
 WORSE = 0.02  # the last validation loss is reported if it exceeds the best by more than this share
 NOTHING = 'Nothing: no skipped steps, no restarts, no lost time.'
 SHOWN = 8  # most steps in a table
+# Most bytes of a line and most lines that are read of the watchdog's log, which has many stacks.
+MAX_LINE, MAX_LINES = 4096, 1_000_000
 
 
 def headline(facts: Facts) -> str:
@@ -45,7 +48,7 @@ def faults(facts: Facts) -> Iterator[str]:
     idle = run.steps['idle_experts'][-IDLE_STEPS:]
     if len(idle) == IDLE_STEPS and (idle > 0).all():
         yield f'At the end, {idle_experts(idle.min())}.'
-    if (run.folder / LOG).is_file():
+    if _has_stalled(run):
         yield f'The watchdog found no progress; {LOG} has the stack traces.'
 
 
@@ -66,6 +69,16 @@ def section(runs: Sequence[Facts]) -> Html:
             _slow_table(facts.run),
         ]
     return join(parts)
+
+
+def _has_stalled(run: RunData) -> bool:
+    """Return whether the watchdog has ended the run; at half of a limit, it only writes a line."""
+    try:
+        with (run.folder / LOG).open('rb') as file:
+            lines = islice(iter(lambda: file.readline(MAX_LINE), b''), MAX_LINES)
+            return any(line.startswith(NO_PROGRESS.encode()) for line in lines)
+    except OSError:
+        return False
 
 
 def _end(run: RunData) -> Iterator[str]:

@@ -25,6 +25,7 @@ PAGE = 512
 QUIET = 1.0  # the stacks are complete after this many seconds without a further line
 MAX_SLEEP = 10.0  # maximum seconds between two reads of the page
 TAIL = 1 << 20  # number of bytes at the end of the log in which to look for lines about this stall
+NO_PROGRESS = 'watchdog: no progress for'  # the start of the line that precedes the stacks
 HINT = 'run.watchdog_seconds sets the limit of a step, null turns the watchdog off'
 # This process must live as long as the run.
 IGNORED = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
@@ -80,8 +81,7 @@ def report(shared: int, stacks: int, pid: int, log: str) -> None:
     place = _place(shared)
     while select.select([stacks], [], [], QUIET)[0] and (more := os.read(stacks, mmap.PAGESIZE)):
         text += more
-    stall = f'no progress for {place.limit:g} s in phase {place.phase!r}'
-    line = f'watchdog: {stall}: {who} exits at {_now()}'
+    line = f'{NO_PROGRESS} {place.limit:g} s in phase {place.phase!r}: {who} exits at {_now()}'
     waited = _waited_for(place, log, start)
     head = [line + (f'; {waited}' if waited else '') + '; its stacks:', HINT]
     text = '\n'.join(head).encode() + b'\n' + text

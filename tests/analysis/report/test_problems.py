@@ -1,0 +1,26 @@
+"""What went wrong in a run is said, and nothing else."""
+
+from pathlib import Path
+
+from analysis.report.small_runs import facts_of
+
+from megajax.analysis.report.problems import faults
+from megajax.runtime.run.stall_report import Place, _tell_half
+from megajax.runtime.run.watchdog import LOG
+
+STALLED = 'The watchdog found no progress; watchdog.log has the stack traces.'
+
+
+def test_a_run_that_came_near_a_limit_of_the_watchdog_has_not_stalled(tmp_path: Path) -> None:
+    log = tmp_path / LOG
+    place = Place(limit=600.0, beat=7, since=0.0, index=1, count=2, phase='step')
+    with (tmp_path / 'page').open('w+b') as page:
+        page.write(place.encode())
+        page.flush()
+        _tell_half(page.fileno(), place, 'pid 12 on host one', str(log), 0)
+    assert 'for 300 s and ends at 600 s' in log.read_text()
+    facts = facts_of(tmp_path, {'step': 1, 'loss': 1.0})
+    assert STALLED not in [*faults(facts)]
+    with log.open('a') as file:
+        file.write("watchdog: no progress for 600 s in phase 'step': pid 12 on host one exits\n")
+    assert STALLED in [*faults(facts)]
