@@ -20,7 +20,7 @@ def headline(facts: Facts) -> str:
     seconds = total_seconds(run)
     if seconds is None:
         return 'time unknown: the run wrote no summary.json'
-    devices = run.config.mesh.num_devices
+    devices = run.compiled_config.mesh.num_devices
     return (
         f'{duration(seconds)} on {count(devices, "device")}, '
         f'{rounded(seconds * devices / 3600)} device-hours for {large(tokens_of(run))} tokens'
@@ -73,20 +73,21 @@ def _rates(runs: Sequence[Facts]) -> Html:
     head = ['median over steps', *(join([chip(facts.color), facts.run.name]) for facts in runs)]
     note = (
         'TFLOP/s and MFU count model FLOPs only, without recomputation. MFU is omitted if the '
-        'peak of the device is unknown. Device-hours assume the current mesh for the whole run.'
+        'peak of the device is unknown. Device-hours assume that the whole run had the mesh of '
+        'its last compiled step.'
     )
     return join([table(head, body), element('p', note, class_='note')])
 
 
 def device_of(facts: Facts) -> str:
     """Return the number and the kind of the devices of a run."""
-    kept, devices = facts.run.kept, facts.run.config.mesh.num_devices
+    kept, devices = facts.run.kept, facts.run.compiled_config.mesh.num_devices
     return f'{devices} x {kept.device_kind}' if kept else f'{devices}'
 
 
 def mesh_of(run: RunData) -> str:
     """Return the axes of a run's mesh and their sizes."""
-    return ' x '.join(f'{axis}={size}' for axis, size in run.config.mesh.sizes.items())
+    return ' x '.join(f'{axis}={size}' for axis, size in run.compiled_config.mesh.sizes.items())
 
 
 def _ms(milliseconds: float) -> str:

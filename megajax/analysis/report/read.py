@@ -86,6 +86,11 @@ class RunData:
         return int(self.steps.number[-1]) if len(self.steps.number) else 0
 
     @property
+    def compiled_config(self) -> Config:
+        """Return the config of the compiled step; the run's if no step or no config is stored."""
+        return self.kept.config if self.kept and self.kept.config else self.config
+
+    @property
     def is_finished(self) -> bool:
         """Return whether all steps of the config were taken."""
         return self.last_step >= self.config.train.steps

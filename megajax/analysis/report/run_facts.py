@@ -59,7 +59,7 @@ class Facts:
                 f'slow to read; to include it, run megajax report {typed(self.run.folder)}'
             )
         try:
-            return audit(self.run.config, kept.compiled, kept.target)
+            return audit(self.run.compiled_config, kept.compiled, kept.target)
         except Exception as error:  # the text is from a different version of megajax or XLA
             return f'the compiled step cannot be inspected: {reason(error)}'
 
@@ -77,7 +77,7 @@ class Facts:
                 'calibrate FILE.yaml, then run megajax report --gpu FILE.yaml'
             )
         try:
-            return _predict(self.run.config, gpu, kept.compiled.devices_per_host)
+            return _predict(self.run.compiled_config, gpu, kept.compiled.devices_per_host)
         except ConfigError as error:
             return f'plan has no prediction: {reason(error)}'
 

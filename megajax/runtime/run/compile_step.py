@@ -33,7 +33,7 @@ def compile_step(
         _check(compiled, report)
     seconds = time.perf_counter() - start
     report.say(f'compiled   the training step in {seconds:.1f} s')
-    keep_step(folder, compiled, state, seconds=seconds)
+    keep_step(folder, config, compiled, state, seconds=seconds)
     return compiled
 
 

@@ -11,6 +11,7 @@ import jax
 from jax.stages import Compiled
 
 from megajax.base.errors import reason
+from megajax.core.config import Config, reload
 from megajax.core.parallel.mesh import devices_per_host
 from megajax.core.train.compiled_step import CompiledStep, record_step
 from megajax.core.train.step import TrainState
@@ -28,10 +29,15 @@ class KeptStep(NamedTuple):
     compiled: CompiledStep
     device_kind: str  # jax's name of the devices
     target: str  # the device that the step is inspected as: cpu, or the name of a GPU
+    # The config of the step; a later start may have changed the run's without compiling a step.
+    # None if an older megajax has stored the step.
+    config: Config | None
 
 
-def keep_step(folder: Path, compiled: Compiled, state: TrainState, *, seconds: float) -> None:
-    """Write the text of a compiled step and its metadata into a run directory.
+def keep_step(
+    folder: Path, config: Config, compiled: Compiled, state: TrainState, *, seconds: float
+) -> None:
+    """Write the text of a compiled step, its config and its metadata into a run directory.
 
     All processes must call this; the first one writes. A failure is logged and does not end a run.
     """
@@ -45,6 +51,7 @@ def keep_step(folder: Path, compiled: Compiled, state: TrainState, *, seconds: f
         record = {
             'device_kind': device.device_kind,
             'target': target_of(device),
+            'config': config.model_dump(mode='json'),
             'step': json.loads(step.without_text().to_json()),
         }
         write_file(folder / PROGRAM, compressed(step.text))
@@ -56,14 +63,15 @@ def keep_step(folder: Path, compiled: Compiled, state: TrainState, *, seconds: f
 def read_step(folder: Path) -> KeptStep | None:
     """Return the step that a run has stored, or None if there is none.
 
-    Raises ValueError or OSError for files that cannot be read.
+    Raises ConfigError, ValueError or OSError for files that cannot be read.
     """
     if not (folder / RECORD).is_file() or not (folder / PROGRAM).is_file():
         return None
     text = decompressed((folder / PROGRAM).read_bytes())
     record = json.loads((folder / RECORD).read_bytes())
     step = CompiledStep.from_json(json.dumps(record['step']), text=text)
-    return KeptStep(step, record['device_kind'], record['target'])
+    config = reload(record['config'], place=RECORD) if 'config' in record else None
+    return KeptStep(step, record['device_kind'], record['target'], config)
 
 
 def compressed(text: str) -> bytes:

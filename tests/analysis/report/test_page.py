@@ -265,10 +265,24 @@ def test_a_run_on_known_gpus_is_compared_with_its_prediction(copied_run: Path) -
 
 
 def test_more_than_megatron_is_a_fault(copied_run: Path) -> None:
+    record = json.loads((copied_run / 'step.json').read_text())
+    record['config']['train']['batch_size'] = 2
+    (copied_run / 'step.json').write_text(json.dumps(record))
+    shown = words(page_on(copied_run))
+    assert 'XLA sends more than Megatron at mlp, forward, over model.' in shown
+
+
+def test_the_step_is_audited_with_its_own_config_and_not_with_a_later_one(
+    copied_run: Path,
+) -> None:
     text = (copied_run / 'config.yaml').read_text()
     (copied_run / 'config.yaml').write_text(text.replace('batch_size: 4', 'batch_size: 2'))
     shown = words(page_on(copied_run))
-    assert 'XLA sends more than Megatron at mlp, forward, over model.' in shown
+    assert 'no collective sends more than in Megatron' in shown
+    record = json.loads((copied_run / 'step.json').read_text())
+    assert record.pop('config')['train']['batch_size'] == 4
+    (copied_run / 'step.json').write_text(json.dumps(record))  # as an older megajax has stored it
+    assert 'XLA sends more than Megatron' in words(page_on(copied_run))
 
 
 def test_bert_has_the_results_of_both_its_tasks(tmp_path: Path) -> None:

@@ -43,11 +43,11 @@ def recorded(step: tuple[Compiled, TrainState]) -> CompiledStep:
 
 def test_what_is_read_is_what_was_kept(step: tuple[Compiled, TrainState], tmp_path: Path) -> None:
     with jax.set_mesh(make_mesh(2, 2)):
-        keep_step(tmp_path, *step, seconds=1.5)
+        keep_step(tmp_path, CONFIG, *step, seconds=1.5)
     kept = read_step(tmp_path)
     assert kept is not None
     assert kept.compiled == recorded(step)
-    assert (kept.device_kind, kept.target) == ('cpu', 'cpu')
+    assert (kept.device_kind, kept.target, kept.config) == ('cpu', 'cpu', CONFIG)
     before, after = (audit(CONFIG, each, 'cpu') for each in (recorded(step), kept.compiled))
     assert before == after
     assert (tmp_path / RECORD).stat().st_size < 20_000
@@ -58,7 +58,7 @@ def test_a_step_that_cannot_be_written_ends_no_run(
     step: tuple[Compiled, TrainState], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING), jax.set_mesh(make_mesh(2, 2)):
-        keep_step(tmp_path / 'nowhere', *step, seconds=1.5)
+        keep_step(tmp_path / 'nowhere', CONFIG, *step, seconds=1.5)
     assert 'step.hlo.gz cannot be written' in caplog.text
 
 
