@@ -38,6 +38,8 @@ def headline(facts: Facts) -> str:
             if best == len(losses) - 1
             else f', best {losses[best]:.3f} at step {steps[best]:,.0f}'
         )
+    if len(losses):
+        return f'validation loss {losses[0]:.3f} {unit} at step {steps[0]:,.0f}'
     known = run.steps.known('loss')
     if not len(known):
         return 'no finite loss'

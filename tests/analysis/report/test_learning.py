@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from analysis.report.small_runs import facts_of
 
-from megajax.analysis.report.learning import section
+from megajax.analysis.report.learning import headline, section
 
 
 @pytest.mark.parametrize(
@@ -29,3 +29,11 @@ def test_the_best_of_a_result_is_the_smallest_loss_or_the_largest_share(
     evaluations = [{'step': step, name: value} for step, value in enumerate(values)]
     shown = str(section([facts_of(tmp_path, {'step': 2, 'loss': 1.0}, *evaluations)], 240))
     assert re.findall(r'<small>(.*?)</small>', shown) == ([] if below is None else [below])
+
+
+def test_a_run_that_was_validated_once_says_the_loss_and_its_step(tmp_path: Path) -> None:
+    step, evaluation = {'step': 7, 'loss': 4.0}, {'step': 5, 'validation_loss': 3.25}
+    facts = facts_of(tmp_path, step, evaluation)
+    assert headline(facts) == 'validation loss 3.250 nats per token at step 5'
+    without = headline(facts_of(tmp_path, step))
+    assert without == 'training loss 4.000 → 4.000, without validation'
