@@ -27,7 +27,7 @@ def headline(facts: Facts) -> str:
         return 'no step was taken yet'
     steps, losses = run.evaluated(VALIDATION)
     losses = losses[np.isfinite(losses)]
-    unit = 'nats per masked token' if run.config.model.is_bert else 'nats per token'
+    unit = unit_of(run)
     if len(losses) > 1:
         line = f'validation loss {losses[0]:.3f} → {losses[-1]:.3f} {unit}'
         bits = run.finite(PER_BYTE)
@@ -40,15 +40,33 @@ def headline(facts: Facts) -> str:
         )
     if len(losses):
         return f'validation loss {losses[0]:.3f} {unit} at step {steps[0]:,.0f}'
-    known = run.steps.known('loss')
+    known = _finite(training_losses(run))
     if not len(known):
         return 'no finite loss'
     return f'training loss {known[0]:.3f} → {last_loss(run):.3f}, without validation'
 
 
+def unit_of(run: RunData) -> str:
+    """Return the unit of a run's losses."""
+    return 'nats per masked token' if run.config.model.is_bert else 'nats per token'
+
+
+def training_losses(run: RunData) -> Floats:
+    """Return each step's cross entropy, which is comparable with the validation loss.
+
+    The objective has further terms, such as the z-loss or BERT's loss of sentence order. It stands
+    in where a step of an older megajax has no cross entropy.
+    """
+    return np.where(np.isnan(run.steps['nll']), run.steps['loss'], run.steps['nll'])
+
+
+def _finite(values: Floats) -> Floats:
+    return values[np.isfinite(values)]
+
+
 def last_loss(run: RunData) -> float:
-    """Return the mean loss of the last steps, or NaN if there are none."""
-    known = run.steps.known('loss')
+    """Return the mean training loss of the last steps, or NaN if there are none."""
+    known = _finite(training_losses(run))
     return (
         float(np.mean(known[-max(1, round(LAST_STEPS * len(known))) :])) if len(known) else np.nan
     )
@@ -135,7 +153,7 @@ def losses_chart(
     lines = []
     for facts in runs:
         name = f'{facts.run.name}, ' if len(runs) > 1 else ''
-        number, losses = facts.run.steps.number, facts.run.steps['loss']
+        number, losses = facts.run.steps.number, training_losses(facts.run)
         late = number >= start
         curve = thin(number[late], losses[late], points)
         lines.append(Line(name=f'{name}training', curve=curve, color=facts.color))
@@ -143,7 +161,8 @@ def losses_chart(
         late = steps >= start
         curve = thin(steps[late], validation[late], points // 2)
         lines.append(Line(name=f'{name}validation', curve=curve, color=facts.color, is_dotted=True))
-    return chart(title, lines, y='nats per token', is_log=is_log)
+    units = dict.fromkeys(unit_of(facts.run) for facts in runs)
+    return chart(title, lines, y=' or '.join(units), is_log=is_log)
 
 
 def _curve(facts: Facts, name: str, points: int) -> Curve:

@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 from analysis.report.small_runs import facts_of
 
-from megajax.analysis.report.learning import headline, section
+from megajax.analysis.report.learning import (
+    headline,
+    last_loss,
+    losses_chart,
+    section,
+    training_losses,
+)
 
 
 @pytest.mark.parametrize(
@@ -37,3 +43,20 @@ def test_a_run_that_was_validated_once_says_the_loss_and_its_step(tmp_path: Path
     assert headline(facts) == 'validation loss 3.250 nats per token at step 5'
     without = headline(facts_of(tmp_path, step))
     assert without == 'training loss 4.000 → 4.000, without validation'
+
+
+def test_the_training_loss_is_the_quantity_that_is_validated(tmp_path: Path) -> None:
+    steps = [{'step': step, 'loss': 4.5, 'nll': 4.0} for step in (1, 2)]
+    validated = {'step': 2, 'validation_loss': 3.75}
+    facts = facts_of(tmp_path, *steps, validated, model='objective: masked_lm')
+    shown = str(losses_chart('Loss', [facts], 240))
+    assert 'training: 4\nvalidation: 3.75' in shown
+    assert '>nats per masked token</text>' in shown
+    assert last_loss(facts.run) == 4.0
+    assert headline(facts_of(tmp_path, *steps)).startswith('training loss 4.000 → 4.000')
+
+
+def test_a_step_without_a_cross_entropy_has_the_loss_of_its_objective(tmp_path: Path) -> None:
+    facts = facts_of(tmp_path, {'step': 1, 'loss': 4.5}, {'step': 2, 'loss': 4.25, 'nll': 4.0})
+    assert training_losses(facts.run).tolist() == [4.5, 4.0]
+    assert '>nats per token</text>' in str(losses_chart('Loss', [facts], 240))
