@@ -25,25 +25,35 @@ def headline(facts: Facts) -> str:
     run = facts.run
     if not run.last_step:
         return 'no step was taken yet'
-    steps, losses = run.evaluated(VALIDATION)
-    losses = losses[np.isfinite(losses)]
-    unit = unit_of(run)
-    if len(losses) > 1:
-        line = f'validation loss {losses[0]:.3f} → {losses[-1]:.3f} {unit}'
-        bits = run.finite(PER_BYTE)
-        line += f' ({bits[0]:.3f} → {bits[-1]:.3f} bits per byte)' if len(bits) > 1 else ''
-        best = int(np.argmin(losses))
-        return line + (
-            ''
-            if best == len(losses) - 1
-            else f', best {losses[best]:.3f} at step {steps[best]:,.0f}'
-        )
-    if len(losses):
-        return f'validation loss {losses[0]:.3f} {unit} at step {steps[0]:,.0f}'
+    if line := _validated(run):
+        return line
     known = _finite(training_losses(run))
     if not len(known):
         return 'no finite loss'
-    return f'training loss {known[0]:.3f} → {last_loss(run):.3f}, without validation'
+    validation = (
+        'no finite validation loss' if len(run.evaluated(VALIDATION)[0]) else 'without validation'
+    )
+    return f'training loss {known[0]:.3f} → {last_loss(run):.3f}, {validation}'
+
+
+def _validated(run: RunData) -> str:
+    """Return the first, last and best validation loss; empty if none is finite."""
+    steps, losses = run.evaluated(VALIDATION)
+    known = np.isfinite(losses)
+    if not known.any():
+        return ''
+    since = '' if known[-1] else ', then not finite'
+    steps, losses, unit = steps[known], losses[known], unit_of(run)
+    if len(losses) == 1:
+        return f'validation loss {losses[0]:.3f} {unit} at step {steps[0]:,.0f}{since}'
+    line = f'validation loss {losses[0]:.3f} → {losses[-1]:.3f} {unit}'
+    bits = run.finite(PER_BYTE)
+    line += f' ({bits[0]:.3f} → {bits[-1]:.3f} bits per byte)' if len(bits) > 1 else ''
+    best = int(np.argmin(losses))
+    is_last = best == len(losses) - 1
+    return (
+        line + since + ('' if is_last else f', best {losses[best]:.3f} at step {steps[best]:,.0f}')
+    )
 
 
 def unit_of(run: RunData) -> str:
@@ -207,27 +217,26 @@ def _number(value: float) -> str:
     return rounded(value, 4) if np.isfinite(value) else '-'
 
 
-def _best(name: str, values: Floats) -> int:
-    """Return the index of a result's best value; the last if neither direction is better."""
-    if name.endswith('_loss') or name == PER_BYTE:
-        return int(np.argmin(values))
-    if name.startswith('validation_read'):  # the share of images that are transcribed exactly
-        return int(np.argmax(values))
-    return len(values) - 1
+def _best(name: str, values: Floats) -> int | None:
+    """Return the index of a result's best finite value; None if neither direction is better."""
+    known = np.isfinite(values)
+    is_loss = name.endswith('_loss') or name == PER_BYTE
+    # A result that is read is the share of images that are transcribed exactly.
+    if not known.any() or not (is_loss or name.startswith('validation_read')):
+        return None
+    return int(np.argmax(np.where(known, -values if is_loss else values, -np.inf)))
 
 
 def _result(name: str, steps: Floats, values: Floats) -> Html | str:
     """Return the last value of a result, with a better one below it if there was one."""
-    known = np.isfinite(values)
-    steps, values = steps[known], values[known]
     if not len(values):
         return '-'
-    last = rounded(values[-1], 4)
+    last = rounded(values[-1], 4) if np.isfinite(values[-1]) else 'not finite'
     best = _best(name, values)
-    if values[best] != values[-1]:
-        below = element('small', f'{rounded(values[best], 4)} at step {steps[best]:,.0f}')
-        return join([last, element('br'), below])
-    return last
+    if best is None or values[best] == values[-1]:
+        return last
+    below = element('small', f'{rounded(values[best], 4)} at step {steps[best]:,.0f}')
+    return join([last, element('br'), below])
 
 
 def _samples(facts: Facts) -> Html:

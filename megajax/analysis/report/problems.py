@@ -150,7 +150,12 @@ def _validation(run: RunData) -> Iterator[str]:
         if run.last_step:
             yield 'No validation loss was measured, so overfitting would go unnoticed.'
         return
-    best = int(np.nanargmin(losses)) if np.isfinite(losses).any() else 0
+    if not np.isfinite(losses[-1]):
+        yield f'The last validation loss, at step {steps[-1]:,.0f}, is not finite.'
+        return
+    known = np.isfinite(losses)
+    steps, losses = steps[known], losses[known]
+    best = int(np.argmin(losses))
     if losses[-1] > (1 + WORSE) * losses[best]:
         yield (
             f'The validation loss rose from its best of {losses[best]:.3f} at step '

@@ -96,9 +96,11 @@ class RunData:
         return self.last_step >= self.config.train.steps
 
     def evaluated(self, name: str) -> tuple[Floats, Floats]:
-        """Return the steps and values of one result of the evaluations."""
+        """Return the steps and values of one result; NaN or infinite where it was not finite."""
         pairs = [
-            (line['step'], line[name]) for line in self.evaluations if _is_number(line.get(name))
+            (line['step'], np.nan if line[name] is None else line[name])  # JSON has no NaN
+            for line in self.evaluations
+            if name in line and (line[name] is None or _is_number(line[name]))
         ]
         both = np.array(pairs, float).reshape(-1, 2)
         return both[:, 0], both[:, 1]

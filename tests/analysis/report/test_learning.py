@@ -60,3 +60,15 @@ def test_a_step_without_a_cross_entropy_has_the_loss_of_its_objective(tmp_path: 
     facts = facts_of(tmp_path, {'step': 1, 'loss': 4.5}, {'step': 2, 'loss': 4.25, 'nll': 4.0})
     assert training_losses(facts.run).tolist() == [4.5, 4.0]
     assert '>nats per token</text>' in str(losses_chart('Loss', [facts], 240))
+
+
+def test_a_validation_loss_that_is_not_finite_is_said(tmp_path: Path) -> None:
+    losses = (None, 2.5, 2.25, 2.75, None)
+    lines = [{'step': 10 * i, 'validation_loss': loss} for i, loss in enumerate(losses)]
+    facts = facts_of(tmp_path, {'step': 40, 'loss': 2.0}, *lines)
+    assert headline(facts) == (
+        'validation loss 2.500 → 2.750 nats per token, then not finite, best 2.250 at step 20'
+    )
+    assert 'not finite<br/><small>2.25 at step 20</small>' in str(section([facts], 240))
+    facts = facts_of(tmp_path, {'step': 40, 'loss': 2.0}, lines[0])
+    assert headline(facts) == 'training loss 2.000 → 2.000, no finite validation loss'

@@ -24,3 +24,12 @@ def test_a_run_that_came_near_a_limit_of_the_watchdog_has_not_stalled(tmp_path: 
     with log.open('a') as file:
         file.write("watchdog: no progress for 600 s in phase 'step': pid 12 on host one exits\n")
     assert STALLED in [*faults(facts)]
+
+
+def test_a_last_validation_loss_that_is_not_finite_is_a_fault(tmp_path: Path) -> None:
+    lines = [{'step': i, 'validation_loss': loss} for i, loss in enumerate((2.5, None, 3.0, None))]
+    said = [*faults(facts_of(tmp_path, {'step': 3, 'loss': 2.0}, *lines))]
+    assert 'The last validation loss, at step 3, is not finite.' in said
+    assert not [fault for fault in said if 'No validation loss' in fault or 'rose' in fault]
+    said = [*faults(facts_of(tmp_path, {'step': 3, 'loss': 2.0}, *lines[:3]))]
+    assert 'The validation loss rose from its best of 2.500 at step 0 to 3.000.' in said
