@@ -173,20 +173,19 @@ def check_comparable(
     `fixed` says of each side whether it is a dump, whose config cannot change.
     """
     must_agree = {
-        'model': ('num_layers', 'hidden_size', 'vocab_size', 'objective'),
-        'train': ('batch_size', 'seq_len'),
+        'architecture': ('model', 'num_layers', 'hidden_size', 'vocab_size', 'objective'),
+        'batch shape': ('train', 'batch_size', 'seq_len'),
+        'attention mask': ('data', 'document_mask'),
     }
     problems = []
-    for section, keys in must_agree.items():
+    for same, (section, *keys) in must_agree.items():
         for key in keys:
-            x, y = (getattr(getattr(each, section), key) for each in (a, b))
+            # As YAML writes it: false rather than False.
+            x, y = (str(getattr(getattr(each, section), key)).lower() for each in (a, b))
             if x != y:
-                is_batch = section == 'train'
-                same = 'batch shape' if is_batch else 'architecture'
                 side, value = ('a', y) if fixed[1] else ('b', x)
-                fix = (
-                    f'; set --{side} {section}.{key}={value}' if is_batch and not all(fixed) else ''
-                )
+                has_fix = section != 'model' and not all(fixed)
+                fix = f'; set --{side} {section}.{key}={value}' if has_fix else ''
                 problems.append(
                     f'{section}.{key}: {x} in {names[0]} but {y} in {names[1]}; compare needs '
                     f'the same {same} on both sides{fix}'

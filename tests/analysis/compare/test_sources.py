@@ -237,11 +237,15 @@ def test_a_directory_routes_tokens_as_the_other_side_does(tmp_path: Path) -> Non
     assert theirs == config.model.experts
 
 
-def test_a_fix_changes_the_side_that_is_no_dump() -> None:
-    two, four = (load('tiny', [f'train.batch_size={rows}']) for rows in (8, 16))
-    for fixed, fix in (((False, True), '--a {}=16'), ((True, False), '--b {}=8')):
-        with pytest.raises(ConfigError, match=f'set {fix.format("train.batch_size")}$'):
-            check_comparable(two, four, names=['a', 'b'], fixed=fixed)
+@pytest.mark.parametrize(
+    ('key', 'values'), [('train.batch_size', (8, 16)), ('data.document_mask', ('false', 'true'))]
+)
+def test_a_fix_changes_the_side_that_is_no_dump(key: str, values: tuple[object, object]) -> None:
+    a, b = (load('tiny', [f'{key}={value}']) for value in values)
+    sides = ((False, True), f'--a {key}={values[1]}'), ((True, False), f'--b {key}={values[0]}')
+    for fixed, fix in sides:
+        with pytest.raises(ConfigError, match=f'set {fix}$'):
+            check_comparable(a, b, names=['a', 'b'], fixed=fixed)
 
 
 @pytest.mark.parametrize(
@@ -262,6 +266,10 @@ def test_a_fix_changes_the_side_that_is_no_dump() -> None:
         (
             ['tiny', 'tiny', '--b', 'model.num_layers=4'],
             'model.num_layers: 2 in tiny but 4 in tiny',
+        ),
+        (
+            ['tiny', 'tiny', '--b', 'data.document_mask=true'],
+            'the same attention mask on both sides; set --b data.document_mask=false',
         ),
         (['tiny_vlm', 'tiny'], 'tiny_vlm: compare does not support vision models'),
         (['tiny', 'tiny', '--b', 'mesh.model=3'], '8 is not a multiple of mesh.model=3'),
