@@ -1,6 +1,7 @@
 """Copy parameters, or their gradients, to the host, one array per layer."""
 
 from collections.abc import Iterator
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -29,7 +30,8 @@ def by_layer(params: nnx.State, config: Config) -> dict[str, np.ndarray]:
     for path, variable in leaves:
         x = _unpadded(variable, config, layout)
         arrays |= _of_layers(parameter_name(path), x, variable.declared, layout, config.model)
-    return {name: arrays[name] for name in sorted(arrays, key=backward_order)}
+    order = partial(backward_order, norms_inputs=config.model.norms_inputs)
+    return {name: arrays[name] for name in sorted(arrays, key=order)}
 
 
 def digests(params: nnx.State, config: Config) -> dict[str, str]:

@@ -5,9 +5,10 @@ from megajax.core.counts.layers import sublayers
 
 # The parts of a layer, and the parts outside the layers, in the order of a backward pass.
 WITHIN = (
-    *('mlp.down', 'mlp.up', 'mlp.norm', 'experts.down', 'experts.up', 'experts.router'),
-    *('experts.norm', 'attention.out', 'attention.key_norm', 'attention.query_norm'),
-    *('attention.qkv', 'attention.norm'),
+    *('mlp.output_norm', 'mlp.down', 'mlp.up', 'mlp.norm', 'experts.output_norm', 'experts.down'),
+    *('experts.shared_down', 'experts.up', 'experts.shared_up', 'experts.router', 'experts.norm'),
+    *('attention.output_norm', 'attention.out', 'attention.sinks', 'attention.key_norm'),
+    *('attention.query_norm', 'attention.qkv', 'attention.norm'),
 )
 LAST = 'position', 'token_type', 'embedding'
 LAYERS = 'layers.'
@@ -23,14 +24,22 @@ def site_names(model: ModelConfig) -> list[str]:
 
 
 def sites(model: ModelConfig) -> list[str]:
-    """Return the sites of a layer with this config: the norm and the result of each sublayer."""
-    return [site for name in sublayers(model) for site in (f'{name}.norm', name)]
+    """Return the sites of a layer with this config: the norm and the result of each sublayer.
+
+    The result is the one before `norm` if the model norms only the outputs of sublayers.
+    """
+    order = 1 if model.norms_inputs else -1
+    return [site for name in sublayers(model) for site in (f'{name}.norm', name)[::order]]
 
 
-def backward_order(name: str) -> tuple[int, int, int, str]:
-    """Return a key that sorts parameters in the order in which a backward pass reaches them."""
+def backward_order(name: str, *, norms_inputs: bool = True) -> tuple[int, int, int, str]:
+    """Return a key that sorts parameters in the order in which a backward pass reaches them.
+
+    `norms_inputs` says whether `norm` is at the beginning of a sublayer rather than at its end.
+    """
     if name.startswith(LAYERS):
         _, layer, part = name.split('.', 2)
+        part = part if norms_inputs else part.replace('.norm.', '.output_norm.')
         place = next((i for i, start in enumerate(WITHIN) if part.startswith(start)), len(WITHIN))
         return 2, -int(layer), place, name
     if name.startswith('norm.'):

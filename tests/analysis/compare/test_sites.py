@@ -10,8 +10,10 @@ from support import exhaustive, on_mesh, slow
 
 from megajax.analysis.compare import forward
 from megajax.analysis.compare.difference import Comparison, compare_recordings
-from megajax.analysis.compare.site_names import backward_order, site_names
+from megajax.analysis.compare.parameters import by_layer
+from megajax.analysis.compare.site_names import WITHIN, backward_order, site_names, sites
 from megajax.analysis.inspect.random_batch import make_batch
+from megajax.core.counts.layers import layer
 from megajax.core.train.feed import place_batch
 
 MESHES = {
@@ -116,6 +118,24 @@ def test_each_layer_of_a_pattern_runs_with_its_own_keys(monkeypatch: pytest.Monk
     assert found == [config.model.layer_config(index) for index in range(3)]
 
 
+@pytest.mark.parametrize('position', ['before', 'after', 'both'])
+def test_sites_and_gradients_are_in_the_order_of_the_computation(
+    position: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, tapped = small(model={'norm_position': position}), forward._tapped
+    seen = list[forward.Sites]()
+    monkeypatch.setattr(forward, '_tapped', lambda block: seen.append(tapped(block)) or seen[-1])
+    with on_mesh(config):
+        params, batch = from_seed(config), place_batch(make_batch(config))
+        jax.eval_shape(forward.make_forward(config), params, batch, jax.random.key(0))
+        gradients = [*by_layer(params, config)]
+    assert [[*of_layer] for of_layer in seen] == [sites(config.model)] * 2
+    before = ['layers.1.mlp.norm.weight'] if position != 'after' else []
+    after = [f'layers.1.mlp.{"output_" * bool(before)}norm.weight'] if position != 'before' else []
+    matrices = ['layers.1.mlp.down.weight', 'layers.1.mlp.up.weight']
+    assert [name for name in gradients if '.1.mlp.' in name] == [*after, *matrices, *before]
+
+
 def test_a_changed_weight_is_found_where_it_is_used_first() -> None:
     fault = ('layers', 'mlp', 'down', 'weight')
     broken = recorded(small(), lambda config: with_fault(config, fault, 1e-3))
@@ -174,3 +194,12 @@ def test_parameters_are_in_the_order_in_which_a_backward_pass_reaches_them() -> 
     ]
     by_name = sorted(order)
     assert sorted(by_name, key=backward_order) == order
+
+
+def test_all_parameters_of_a_layer_have_a_place_in_a_backward_pass() -> None:
+    experts = {'count': 4, 'active': 2, 'ffn_size': 32, 'shared_ffn_size': 32}
+    own = {'norm_position': 'both', 'qk_norm': True, 'attention_sinks': True}
+    for model in small(model=own).model, small(model={**own, 'experts': experts}).model:
+        for sublayer in layer(model):
+            for name in sublayer.declared(model):
+                assert f'{sublayer.name}.{name}' in WITHIN
