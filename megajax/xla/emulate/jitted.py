@@ -252,8 +252,10 @@ class _Step:
             raise ValueError(_NO_BITS)
         # If rounded to 16 bits, the sums on one device are no closer to the exact values than the
         # GPU's.
+        is_wide = not module.reads_bits
         with _pass_a_reference():
-            return module.run(inputs, self.devices, exact=not module.reads_bits), source
+            outputs = module.run(inputs, self.devices, exact=is_wide, rounds_fp32=not self.exact)
+        return outputs, source
 
     def _of_reference(
         self, args: tuple[Any, ...], reference: Any, inputs: Arrays

@@ -45,11 +45,13 @@ class CpuModule:
         self.is_manual = bool(_MANUAL.search(text))
         self.reads_bits = bool(_BITS.search(text))
 
-    def run(self, values: Sequence[Any], devices: Devices, *, exact: bool) -> list[np.ndarray]:
+    def run(
+        self, values: Sequence[Any], devices: Devices, *, exact: bool, rounds_fp32: bool = False
+    ) -> list[np.ndarray]:
         """Return the results for all of the function's arguments, computed on one of the devices.
 
         A module with a manual region runs on all devices. With `exact`, arrays of 8 and 16 bits are
-        fp32.
+        fp32, and `reduce_precision` has no effect; with `rounds_fp32`, it rounds fp32 arrays.
         """
         used = devices[: self.num_devices if self.is_manual else 1]
         with mlir.make_ir_context() as context, ir.Location.unknown(context):
@@ -57,7 +59,7 @@ class CpuModule:
             if len(used) == 1:
                 _strip_shardings(module)
             if exact:
-                _widen(module)
+                _widen(module, rounds_fp32=rounds_fp32)
             module.operation.verify()
             shapes = _result_shapes(module)
             executable = _compiled(mlir.module_to_bytecode(module), used)
@@ -97,8 +99,14 @@ def _is_sharding_call(operation: Any) -> bool:
     return is_call and ir.StringAttr(attributes['call_target_name']).value == 'Sharding'
 
 
-def _widen(module: ir.Module) -> None:
+def _widen(module: ir.Module, *, rounds_fp32: bool) -> None:
     """Turn arrays of 8 and 16 bits into fp32; constants keep their rounded values."""
+    # The types before any of them is widened decide.
+    rounded = [each.operation for each in _operations(module) if _rounds(each.operation)]
+    for inner in rounded:
+        if not rounds_fp32 or _wide(inner.result.type) != inner.result.type:
+            inner.result.replace_all_uses_with(inner.operands[0])
+            inner.erase()
     for operation in _operations(module):
         inner = operation.operation
         if inner.name == 'stablehlo.constant' and _wide(inner.result.type) != inner.result.type:
@@ -108,11 +116,11 @@ def _widen(module: ir.Module) -> None:
             inner.result.replace_all_uses_with(wide)
             inner.erase()
             continue
-        if inner.name == 'stablehlo.reduce_precision':
-            inner.result.replace_all_uses_with(inner.operands[0])
-            inner.erase()
-            continue
         _set_wide_types(inner)
+
+
+def _rounds(operation: Any) -> bool:
+    return str(operation.name) == 'stablehlo.reduce_precision'
 
 
 def _set_wide_types(operation: Any) -> None:

@@ -330,6 +330,22 @@ def test_16_bits_are_allowed_their_rounding_unless_they_are_computed_exactly(sta
     assert exact or narrow.limit > jnp.finfo(jnp.bfloat16).eps
 
 
+@pytest.mark.parametrize('exact', [False, True])
+@pytest.mark.parametrize(('exponent_bits', 'mantissa_bits'), [(8, 7), (8, 10)])
+def test_fp32_that_the_function_itself_rounds_is_rounded_by_the_reference_too(
+    stand_in, exponent_bits, mantissa_bits, exact
+):
+    rounded = functools.partial(
+        jax.lax.reduce_precision, exponent_bits=exponent_bits, mantissa_bits=mantissa_bits
+    )
+    x = jnp.linspace(1, 2, 64)
+    run = megajax.inspect.run(
+        lambda x: (rounded(x), rounded(x.astype(jnp.bfloat16))), x, exact=exact
+    )
+    assert [leaf.error for leaf in run.leaves if leaf.name == '[0]'] == [0]
+    assert run.ok
+
+
 @pytest.mark.parametrize('dtype', [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float8_e4m3])
 def test_fp8_is_allowed_its_rounding_unless_it_is_computed_exactly(stand_in, dtype):
     x = jnp.linspace(1, 2, 64)
