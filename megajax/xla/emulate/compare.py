@@ -19,6 +19,9 @@ MARGIN, NORM_FLOOR, FEW = 2.0, 1e-2, 16
 SIGMAS = 3.0
 # The fp32 programs of 16 correct steps have at most 2.9 times the error that nudged inputs cause.
 MARGIN_IN_FP32 = 6.0
+# If several elements are equally large, and all others smaller by this factor, they are a fill
+# value, such as the -1e9 of a mask.
+FILL = 1e-3
 WHOLE: Index = ()
 
 
@@ -46,7 +49,8 @@ def difference(
 
     The error is infinite if an element is not a number. `scale` is the magnitude of comparable
     arrays. If no expected element exceeds `rounding` times `scale`, the result consists of rounding
-    errors, and the error is relative to `scale`.
+    errors, and the error is relative to `scale`. Elements with a fill value have an error of their
+    own, relative to that value; the larger error counts.
     """
     wanted = np.asarray(expected)
     if not jnp.issubdtype(wanted.dtype, jnp.inexact):
@@ -54,11 +58,26 @@ def difference(
         return Difference(name, float(max(shares, default=0)))
     is_complex = jnp.issubdtype(wanted.dtype, jnp.complexfloating)
     wanted = wanted.astype(np.complex128 if is_complex else np.float64)
-    worst = max(largest(_apart(piece, wanted[place])) for place, piece in pieces)
-    own = largest(wanted[np.isfinite(wanted)])
-    scale = own if own > rounding * scale else scale
-    error = worst / scale if scale and worst else worst
-    return Difference(name, np.inf if np.isnan(error) else error)
+    is_fill = _is_fill(wanted)
+    errors = []
+    for part in (~is_fill, is_fill):
+        worst = max(
+            largest(np.where(part[place], _apart(piece, wanted[place]), 0))
+            for place, piece in pieces
+        )
+        own = largest(wanted[part & np.isfinite(wanted)])
+        size = own if own > rounding * scale else scale
+        errors.append(worst / size if size and worst else worst)
+    return Difference(name, np.inf if np.isnan(errors).any() else max(errors))
+
+
+def _is_fill(wanted: np.ndarray) -> np.ndarray:
+    """Return where a fill value is that hides the magnitude of all other elements."""
+    sizes = np.abs(np.where(np.isfinite(wanted), wanted, 0))
+    extreme = sizes.max(initial=0)
+    is_extreme = sizes == extreme
+    rest = sizes.max(initial=0, where=~is_extreme)
+    return is_extreme & (is_extreme.sum() > 1) & (0 < rest < FILL * extreme)
 
 
 def difference_in_fp32(

@@ -33,6 +33,30 @@ def test_what_is_rounding_alone_is_measured_on_the_scale_of_its_like():
     assert difference('x', piece, wanted, scale=10.0, rounding=1e-9).error == pytest.approx(2)
 
 
+@pytest.mark.parametrize('fill', [-1e9, float(np.finfo(np.float32).min)])
+def test_a_fill_value_does_not_hide_the_errors_of_the_other_elements(fill):
+    wanted = np.array([1.0, -2.0, fill, fill])
+    for made, error in (
+        ([1.0, -2.5, fill, fill], 0.25),
+        ([1.0, -2.0, fill, 0.5 * fill], 0.5),
+        ([1.0, -2.0, fill, 1.0], 1.0),
+        ([fill, -2.0, fill, fill], abs(fill) / 2),
+        ([1.0, np.nan, fill, fill], np.inf),
+        ([1.0, -2.0, fill, np.nan], np.inf),
+    ):
+        pieces = [(FIRST, np.array(made[:2])), (SECOND, np.array(made[2:]))]
+        assert difference('x', pieces, wanted).error == pytest.approx(error)
+    found = difference('x', [(FIRST, np.array([1e-3, 0.0]))], np.array([0.0, 0.0, fill, fill]))
+    assert found.error == pytest.approx(1e-3 / abs(fill))
+
+
+def test_a_single_large_element_or_several_of_its_kind_are_the_scale():
+    for wanted in ([1.0, -2.0, 1e9, 9e8], [0.0, 1e-4, 0.5, 1e4], [1.0, 1.0, 0.5, 0.0]):
+        made = np.array(wanted) + np.array([0.1, 0, 0, 0])
+        found = difference('x', [((slice(None),), made)], np.array(wanted))
+        assert found.error == pytest.approx(0.1 / max(wanted))
+
+
 def test_an_infinity_of_the_wrong_sign_or_that_should_be_a_number_is_infinitely_wrong():
     for made in ([np.inf, 1.0], [-np.inf, np.inf], [np.nan, 1.0]):
         assert difference('x', [(FIRST, np.array(made))], np.array([-np.inf, 1.0])).error == np.inf

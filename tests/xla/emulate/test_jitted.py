@@ -303,6 +303,14 @@ def test_rounding_to_what_is_not_a_number_allows_no_error(miscompile):
     assert run.leaves[0].limit < 1
 
 
+def test_a_wrong_output_is_wrong_though_its_mask_is_much_larger(miscompile):
+    miscompile(' multiply(', ' add(')
+    x, w = jnp.linspace(0.1, 1, 8), jnp.linspace(1, 2, 8)
+    run = megajax.inspect.run(lambda x, w: jnp.where(jnp.arange(8) < 6, x * w, -1e9), x, w)
+    assert not run.ok
+    assert 0.5 < run.leaves[0].error < 2
+
+
 def test_a_mask_is_not_rounded(miscompile):
     miscompile(' multiply(', ' add(')
     x, mask = jnp.linspace(0.1, 1, 8), jnp.array([1.0, 0] * 4)
