@@ -1,6 +1,7 @@
 """The subcommands of `megajax import` and `megajax export`: parse, call, render."""
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -131,7 +132,7 @@ def export_hf(
         out,
         family=family,
         dtype=dtype,
-        shard_bytes=int((DEFAULT_SHARD_GB if shard_gb is None else shard_gb) * 1e9),
+        shard_bytes=_bytes(DEFAULT_SHARD_GB if shard_gb is None else shard_gb),
     )
     print(f'{out}: {as_family} in {in_dtype}')
 
@@ -215,6 +216,10 @@ def export_megatron_lm(
     of_stages = f' x {pipeline_parallel} pipeline stages' if pipeline_parallel > 1 else ''
     print(f'{out}: {tensor_parallel} ranks{of_stages} in float32')
     print(f'load with  {arguments}')
+
+
+def _bytes(gigabytes: float) -> int:
+    return int(min(gigabytes * 1e9, sys.maxsize))  # infinite if there is no limit
 
 
 def _on_the_host() -> None:

@@ -45,6 +45,10 @@ def test_an_import_comes_back_and_goes_to_megatron_and_back(
     sizes = [path.stat().st_size for path in (tmp_path / 'cut').glob('*.safetensors')]
     assert max(sizes) < 22_000  # with its header
     assert len(sizes) == 2
+    for number, limit in enumerate(('inf', '1e300')):
+        whole = tmp_path / f'whole{number}'
+        megajax('export', 'hf', run, whole, '--shard-gb', limit)
+        assert len([*whole.glob('*.safetensors')]) == 1
     assert (
         megajax('export', 'megatron', run, ranks, '--tensor-parallel', 2)
         == f'{ranks}: 2 ranks in float32\nload with  --transformer-impl transformer_engine '
