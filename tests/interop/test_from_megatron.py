@@ -252,6 +252,12 @@ def test_dropout_in_attention_is_written_with_what_it_costs() -> None:
     assert note not in convert(SMALL + '--attention-dropout 0')
 
 
+def test_what_is_no_text_on_standard_input_is_refused() -> None:
+    done = CliRunner().invoke(app, ['config', 'from-megatron', '-'], input=b'\xff\xfe')
+    assert isinstance(done.exception, ConfigError)
+    assert str(done.exception).startswith('standard input: cannot be read as text: ')
+
+
 def test_a_run_is_not_written_among_the_checkpoints_of_megatron() -> None:
     text = convert(SMALL + '--save ckpt')
     assert (
@@ -333,6 +339,10 @@ def test_all_faults_of_a_line_are_named_at_once() -> None:
         ('--optimizer adaptive_muon', '--optimizer adaptive_muon: is not supported'),
         ('--end-weight-decay 0.3', '--end-weight-decay 0.3: .* constant'),
         ('--clip-grad 0', '--clip-grad 0: .* large number'),
+        (
+            '--pipeline-model-parallel-size 0 --num-layers-per-virtual-pipeline-stage 2',
+            '^--pipeline-model-parallel-size: must be greater than 0, not 0$',
+        ),
         ('--loss-scale 4096', '--loss-scale 4096: .* dynamic'),
         ('--fp8-format e4m3', '--fp8-format e4m3: .* hybrid'),
         ('--fp8-format hybrid --fp8-recipe mxfp8', 'mxfp8: .* give delayed or tensorwise'),

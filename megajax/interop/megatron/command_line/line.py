@@ -157,14 +157,14 @@ def _expanded(words: Sequence[str]) -> tuple[list[str], Mapping[str, str], str]:
 
 
 def _text(word: str) -> str:
-    if word == '-':
-        return sys.stdin.read(MAX_TEXT_CHARACTERS)
-    path = Path(word[1:])
+    source = 'standard input' if word == '-' else word[1:]
     try:
-        with path.open(encoding='utf-8') as file:
+        if word == '-':
+            return sys.stdin.read(MAX_TEXT_CHARACTERS)
+        with Path(source).open(encoding='utf-8') as file:
             return file.read(MAX_TEXT_CHARACTERS)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f'{path}: cannot be read as text: {error}') from error
+        raise ConfigError(f'{source}: cannot be read as text: {error}') from error
 
 
 def _is_known(name: str) -> bool:

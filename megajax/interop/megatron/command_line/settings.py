@@ -177,13 +177,13 @@ def _virtual_stages(line: Line, stages: int, problems: list[str]) -> int | None:
     layers = line.get('num_layers_per_virtual_pipeline_stage')
     if not layers:
         return line.get('num_virtual_stages_per_pipeline_rank')
-    if line.arguments['num_layers'] % (layers * stages):
+    if line.arguments['num_layers'] % (layers * max(stages, 1)):
         problems.append(
             f'--num-layers-per-virtual-pipeline-stage {layers} times {stages} stages does not '
             f'divide --num-layers {line.arguments["num_layers"]}'
         )
         return None
-    return line.arguments['num_layers'] // (layers * stages)
+    return line.arguments['num_layers'] // (layers * max(stages, 1))
 
 
 def _train(line: Line, data: int, problems: list[str]) -> Keys:
