@@ -259,11 +259,9 @@ def test_what_is_no_text_on_standard_input_is_refused() -> None:
 
 
 def test_a_run_is_not_written_among_the_checkpoints_of_megatron() -> None:
-    text = convert(SMALL + '--save ckpt')
-    assert (
-        "  # This is not ckpt, the folder of Megatron-LM's checkpoints.\n  dir: ckpt-megajax\n"
-        in text
-    )
+    for save in 'ckpt', 'ckpt/':
+        comment = f"  # This is not {save}, the folder of Megatron-LM's checkpoints.\n"
+        assert f'{comment}  dir: ckpt-megajax\n' in convert(SMALL + f'--save {save}')
 
 
 @pytest.mark.parametrize(

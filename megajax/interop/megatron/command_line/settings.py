@@ -342,7 +342,7 @@ def _checkpoint(line: Line) -> Keys:
 
 def _run(line: Line) -> Keys:
     run = {
-        'dir': f'{save}-megajax' if (save := line.get('save')) else None,
+        'dir': f'{save.rstrip("/")}-megajax' if (save := line.get('save')) else None,
         'max_minutes': line.get('exit_duration_in_mins'),
         'wandb': line.get('wandb_project') or None,
     }
