@@ -162,6 +162,7 @@ def test_the_recipe_of_fp8_is_how_its_scales_are_found(
     ('added', 'layers'),
     [
         ('--window-size 7,0', [(8, 'rope')] * 5),
+        ('--window-size "(7, 0)"', [(8, 'rope')] * 5),
         ('--window-size -1,0', [(None, 'rope')] * 5),
         (
             '--window-size 7,0 --window-attn-skip-freq 2',
@@ -186,6 +187,8 @@ def test_layers_have_the_windows_and_positions_of_megatron(
     ('added', 'words'),
     [
         ('--window-size 7,7', ['7,7', 'later tokens', '7,0']),
+        ('--window-size 128', ['=128', 'not two whole numbers', 'give 127,0 to attend to 128']),
+        ('--window-size a,0', ['=a,0', 'not two whole numbers']),
         ('--window-size 7,0 --window-attn-skip-freq [1,0]', ['2 numbers', 'num_layers=5']),
         *(
             (f'--window-size 7,0 --window-attn-skip-freq "{wrong}"', ['window_attn_skip_freq'])
@@ -250,6 +253,20 @@ def test_dropout_in_attention_is_written_with_what_it_costs() -> None:
     assert text.index(note) < text.index('  attention_dropout: 0.1\n')
     assert 'attention_dropout: 0.0\n' in convert(SMALL + '--attention-dropout 0')
     assert note not in convert(SMALL + '--attention-dropout 0')
+
+
+@pytest.mark.parametrize(
+    ('split', 'parts'),
+    [('98,2', '98,2,0'), ('100', '100,0,0'), ('[90, 8, 2]', '90,8,2'), ('1,0.5,.5', '1,0.5,.5')],
+)
+def test_the_parts_that_a_split_leaves_out_are_empty(
+    split: str, parts: str, tmp_path: Path
+) -> None:
+    assert config_of(f'{SMALL} --split "{split}"', tmp_path).data.split == parts
+
+
+def test_a_run_without_validation_data_has_no_evaluation(tmp_path: Path) -> None:
+    assert config_of(f'{SMALL} --eval-iters 0 --split 100,0,0', tmp_path).data.split == '100,0,0'
 
 
 def test_what_is_no_text_on_standard_input_is_refused() -> None:
@@ -337,6 +354,7 @@ def test_all_faults_of_a_line_are_named_at_once() -> None:
         ('--optimizer adaptive_muon', '--optimizer adaptive_muon: is not supported'),
         ('--end-weight-decay 0.3', '--end-weight-decay 0.3: .* constant'),
         ('--clip-grad 0', '--clip-grad 0: .* large number'),
+        ('--eval-iters 0', '^--eval-iters 0: .* give 1, or --split 100,0,0 to have no [^\n]*$'),
         (
             '--pipeline-model-parallel-size 0 --num-layers-per-virtual-pipeline-stage 2',
             '^--pipeline-model-parallel-size: must be greater than 0, not 0$',

@@ -233,7 +233,13 @@ def _window(value: Any) -> int | None:
     """Return the number of tokens that a token attends to, from Megatron's (before, after)."""
     if value is None:
         return None
-    before, after = (int(x) for x in (value.split(',') if isinstance(value, str) else value))
+    # Megatron's `tuple_type` also reads (127,0).
+    numbers = value.strip('()').split(',') if isinstance(value, str) else value
+    try:
+        before, after = map(int, numbers)
+    except ValueError:
+        pair = 'not two whole numbers, the tokens before and after'
+        raise ValueError(f'window_size={value} is {pair}: give 127,0 to attend to 128') from None
     if after != 0:
         raise ValueError(f'window_size={before},{after} reads later tokens: give {before},0')
     return None if before == -1 else before + 1

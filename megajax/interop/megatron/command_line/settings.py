@@ -119,8 +119,7 @@ def _vocab_size(line: Line) -> int:
         return int(size)
     if kind in VOCABULARIES:
         return VOCABULARIES[kind]
-    tokenizer = _tokenizer(line)
-    if tokenizer and Path(tokenizer).is_file():
+    if (tokenizer := _tokenizer(line)) and Path(tokenizer).is_file():
         try:
             content = json.loads(Path(tokenizer).read_bytes())
             added = (token['id'] for token in content['added_tokens'])
@@ -254,9 +253,8 @@ def _schedule(line: Line, steps: int, batch: int, problems: list[str]) -> Keys:
         samples = line.get(f'{what}_samples')
         return line.get(f'{what}_iters') or (samples / batch if samples else None)
 
-    decay = (
-        number_of_steps('lr_decay') or line.get('train_iters') or line.get('train_samples') / batch
-    )
+    decay = number_of_steps('lr_decay') or line.get('train_iters')
+    decay = decay or line.get('train_samples') / batch
     fraction = line.get('lr_warmup_fraction')
     warmup = fraction * decay if fraction else number_of_steps('lr_warmup') or 0
     init, style = _default(line, 'lr_warmup_init'), _default(line, 'lr_decay_style')
@@ -290,8 +288,7 @@ def _shard(line: Line) -> str:
 
 
 def _data(line: Line, problems: list[str]) -> Keys:
-    # Like Megatron-LM, find the numbers in the text.
-    data: Keys = {'split': ','.join(re.findall(r'[.0-9]+', _default(line, 'split')))}
+    data: Keys = {'split': ','.join(split_of(line))}
     paths = line.get('data_path') or []
     if len(paths) == 1:
         data['corpus'] = paths[0]
@@ -305,16 +302,20 @@ def _data(line: Line, problems: list[str]) -> Keys:
         data |= {'order': 'megatron', 'tokenizer': _tokenizer(line) or 'none'}
     resets = [bool(line.get(f'reset_{what}')) for what in ('position_ids', 'attention_mask')]
     if any(resets) and not all(resets):
-        problems.append(
-            '--reset-position-ids, --reset-attention-mask: data.document_mask does both: '
-            'give both, or neither'
-        )
+        both = '--reset-position-ids, --reset-attention-mask'
+        problems.append(f'{both}: data.document_mask does both: give both, or neither')
     if line.get('eod_mask_loss') and not any(resets):
         problems.append(
             '--eod-mask-loss: is not supported alone: give --reset-position-ids and '
             '--reset-attention-mask too, which data.document_mask includes, or leave it out'
         )
     return data | {'document_mask': all(resets)}
+
+
+def split_of(line: Line) -> list[str]:
+    """Return the three parts of the data: as in Megatron-LM, the numbers in the text, then 0."""
+    parts = re.findall(r'[.0-9]+', _default(line, 'split'))
+    return parts + ['0'] * (3 - len(parts))
 
 
 def _blend(paths: list[str], problems: list[str]) -> Keys:

@@ -14,7 +14,7 @@ from megajax.interop.megatron.command_line.arguments import NULL, rejected
 from megajax.interop.megatron.command_line.keys import SOURCES
 from megajax.interop.megatron.command_line.line import Line
 from megajax.interop.megatron.command_line.script import WAY_OUT
-from megajax.interop.megatron.command_line.settings import SCHEDULES, settings_of
+from megajax.interop.megatron.command_line.settings import SCHEDULES, settings_of, split_of
 
 COLUMNS = 100
 DROPOUT = 'attention_dropout'
@@ -85,8 +85,9 @@ def _supported(line: Line) -> Line:
     }
     wrong |= {name for name, *_ in muon.unsupported(line.arguments)}
     kept = {name: value for name, value in line.arguments.items() if name not in wrong}
-    if kept.get('clip_grad') == 0:
-        del kept['clip_grad']
+    for name in ('clip_grad', 'eval_iters'):
+        if kept.get(name) == 0:
+            del kept[name]
     return line._replace(arguments=kept)
 
 
@@ -129,6 +130,11 @@ def _problems(line: Line) -> Iterator[str]:
         )
     if line.get('clip_grad') == 0:
         yield f'{line.spelled["clip_grad"]}: is not supported: give a large number, such as 1e9'
+    if line.get('eval_iters') == 0 and split_of(line)[1].strip('0.'):
+        yield (
+            f'{line.spelled["eval_iters"]}: is not supported: runs evaluate at their last step: '
+            'give 1, or --split 100,0,0 to have no validation data'
+        )
 
 
 def _written(
