@@ -29,6 +29,7 @@ from megajax.commands.generate_output import (
 from megajax.core.config import ConfigError
 from megajax.core.config.extras import install
 from megajax.core.config.overrides import is_override
+from megajax.runtime.data.sources.remote import is_remote
 
 if TYPE_CHECKING:
     from megajax.runtime.checkpoint.open import Opened
@@ -313,9 +314,7 @@ def _check(
         )
     if task == 'lambada' and stride is not None:
         problems.append('--task lambada does not support --stride: remove it')
-    problems += [
-        f'{file}: no such file or folder' for file in files if not exists(Path(file).expanduser())
-    ]
+    problems += [problem for file in files if (problem := _why_not_here(file))]
     paths = [Path(file).expanduser().resolve() for file in files]
     problems += [
         f'{file}: would be read twice: name it, or the folder that contains it, once'
@@ -325,6 +324,13 @@ def _check(
     problems += output_problems(out)
     if problems:
         raise ConfigError(*problems)
+
+
+def _why_not_here(file: str) -> str:
+    """Return why a file cannot be read; empty if it is there."""
+    if is_remote(file):
+        return f'{file}: eval does not read URLs: copy the file to this machine and give its path'
+    return '' if exists(Path(file).expanduser()) else f'{file}: no such file or folder'
 
 
 def _open(run: Path, overrides: Sequence[str]) -> tuple['Opened', Any]:

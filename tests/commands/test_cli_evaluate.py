@@ -37,6 +37,11 @@ TWICE = 'would be read twice: name it, or the folder that contains it, once'
         ('--task lambada a.txt --stride 0', '--task lambada does not support --stride: remove it'),
         ('model.experts.capacity=2', EITHER),
         ('--task perplexity gone.txt', 'gone.txt: no such file or folder'),
+        (
+            '--task perplexity hf://datasets/me/mine/a.jsonl',
+            'hf://datasets/me/mine/a.jsonl: eval does not read URLs: copy the file to this machine '
+            'and give its path',
+        ),
         ('--task perplexity a.txt b.txt ./a.txt', f'./a.txt: {TWICE}'),
         ('--task perplexity . a.txt', f'a.txt: {TWICE}'),
         (
