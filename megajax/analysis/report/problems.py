@@ -131,17 +131,17 @@ def _program(facts: Facts) -> Iterator[str]:
 
 
 def _checkpoints(run: RunData) -> Iterator[str]:
-    if not run.checkpoints:
-        if run.last_step and not run.running:
-            yield 'There is no complete checkpoint.'
-        return
     for checkpoint in run.checkpoints:
         if checkpoint.fault:
             yield f'Checkpoint {checkpoint.step:,} is damaged: {checkpoint.fault}.'
-    newest = run.checkpoints[-1].step
-    if newest < run.last_step and not run.running:
+    if not run.last_step or run.running:
+        return
+    intact = [checkpoint.step for checkpoint in run.checkpoints if not checkpoint.fault]
+    if not intact:
+        yield 'There is no complete checkpoint.'
+    elif (newest := intact[-1]) < run.last_step:
         lost = count(run.last_step - newest, 'step')
-        yield f'The newest checkpoint is of step {newest:,}; a resume repeats {lost}.'
+        yield f'The newest complete checkpoint is of step {newest:,}; a resume repeats {lost}.'
 
 
 def _validation(run: RunData) -> Iterator[str]:

@@ -200,7 +200,7 @@ def test_skipped_and_slow_steps_are_named_with_their_reasons(copied_run: Path) -
     assert f'2 steps skipped: {reasons}' in shown
     assert '40 not finite 1' in shown
     assert '42 9,000.0 90.0 8,900.0 0.0' in shown
-    assert 'The newest checkpoint is of step 6; a resume repeats 36 steps.' in shown
+    assert 'The newest complete checkpoint is of step 6; a resume repeats 36 steps.' in shown
 
 
 def test_the_routing_of_experts_has_charts_and_idle_experts_are_a_fault(copied_run: Path) -> None:

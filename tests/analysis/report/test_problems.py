@@ -1,10 +1,12 @@
 """What went wrong in a run is said, and nothing else."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from analysis.report.small_runs import facts_of
 
 from megajax.analysis.report.problems import faults
+from megajax.analysis.report.read import Checkpoint
 from megajax.runtime.run.stall_report import Place, _tell_half
 from megajax.runtime.run.watchdog import LOG
 
@@ -33,3 +35,20 @@ def test_a_last_validation_loss_that_is_not_finite_is_a_fault(tmp_path: Path) ->
     assert not [fault for fault in said if 'No validation loss' in fault or 'rose' in fault]
     said = [*faults(facts_of(tmp_path, {'step': 3, 'loss': 2.0}, *lines[:3]))]
     assert 'The validation loss rose from its best of 2.500 at step 0 to 3.000.' in said
+
+
+def test_a_resume_repeats_the_steps_since_the_newest_complete_checkpoint(tmp_path: Path) -> None:
+    facts = facts_of(tmp_path, {'step': 120, 'loss': 2.0})
+
+    def said(*checkpoints: tuple[int, str | None]) -> list[str]:
+        kept = [Checkpoint(step=i, record=None, bytes=0, fault=fault) for i, fault in checkpoints]
+        found = faults(replace(facts, run=replace(facts.run, checkpoints=kept)))
+        return [fault for fault in found if 'heckpoint' in fault]
+
+    damaged = 'Checkpoint 100 is damaged: a file is missing.'
+    resume = 'The newest complete checkpoint is of step 50; a resume repeats 70 steps.'
+    assert said((50, None), (100, 'a file is missing')) == [damaged, resume]
+    assert said((50, None), (120, None)) == []
+    nothing = 'There is no complete checkpoint.'
+    assert said((100, 'a file is missing')) == [damaged, nothing]
+    assert said() == [nothing]
