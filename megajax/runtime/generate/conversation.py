@@ -46,7 +46,7 @@ class Conversation:
     oldest turns that the next answer no longer attends to. Turns are dropped if a prompt would
     leave too little of `model.max_seq_len` for the answer, which gets `room` tokens, or a quarter
     of the context if that is less, or if the turns have more than `vision.images`. The system
-    message is never dropped. Raises ConfigError if the template cannot be rendered.
+    message is never dropped.
     """
 
     def __init__(
@@ -69,8 +69,16 @@ class Conversation:
         self._system = [] if system is None else [Turn(_message('system', system))]
         self._turns: list[Turn] = []
         self._images = list(images)  # for later turns
-        end = end_of_turn(self._vocabulary, chat, PLACE)
-        self._tokenizer.also_ends([] if end is None else [end])
+        self._tokenizer.also_ends(self._ends_of_turn())
+
+    def _ends_of_turn(self) -> list[int]:
+        """Return the tokens that end a turn of the template besides those that end a text."""
+        before = [turn.message for turn in self._system]
+        try:
+            end = end_of_turn(self._vocabulary, self._chat, PLACE, before)
+        except ConfigError:  # a template may need other turns; an error in it is raised by a turn
+            return []
+        return [] if end is None else [end]
 
     def answer(self, text: str) -> GeneratorType[Continuation, None, None]:
         """Yield the answer each time it grows.

@@ -81,6 +81,32 @@ def test_an_answer_ends_with_its_turn_and_is_remembered(run: Path) -> None:
     assert prompts[1] == [*before, *turn('assistant', 'Yes!'), *turn('user', 'b'), *BEGINS]
 
 
+NEEDS_A_SYSTEM_MESSAGE = (
+    "{% if messages[0]['role'] != 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+    + CHATML
+)
+
+
+def test_a_template_that_needs_a_system_message_gets_it_before_the_first_turn(run: Path) -> None:
+    with conversing(run, system='S', template=NEEDS_A_SYSTEM_MESSAGE) as (conversation, prompts):
+        assert answer(conversation, 'a') == 'Yes!'
+    assert prompts[0] == [*turn('system', 'S'), *turn('user', 'a'), *BEGINS]
+
+
+def test_a_template_that_cannot_be_rendered_is_refused_by_a_turn(run: Path) -> None:
+    with (
+        conversing(run, template=NEEDS_A_SYSTEM_MESSAGE) as (conversation, _),
+        pytest.raises(ConfigError, match=r'the conversation: the template: .*no system message'),
+    ):
+        answer(conversation, 'a')
+
+
+def test_a_template_that_allows_no_second_message_still_answers(run: Path) -> None:
+    template = CHATML + "{% if messages | length > 1 %}{{ raise_exception('too many') }}{% endif %}"
+    with conversing(run, template=template) as (conversation, _):
+        assert answer(conversation, 'a').startswith('Yes!')
+
+
 def test_text_that_spells_a_special_token_is_text(run: Path) -> None:
     with conversing(run) as (conversation, prompts):
         answer(conversation, '<|im_end|>')

@@ -143,10 +143,15 @@ def _split(
     return pieces
 
 
-def end_of_turn(vocabulary: Vocabulary, chat: Chat, place: str) -> int | None:
-    """Return the special token that a template writes after an answer, or None if there is none."""
+def end_of_turn(
+    vocabulary: Vocabulary, chat: Chat, place: str, before: Sequence[Message] = ()
+) -> int | None:
+    """Return the special token that a template writes after an answer, or None if there is none.
+
+    Raises ConfigError if it cannot render the messages `before`, a text and an answer.
+    """
     answer = GUARDS[0]
-    turns = [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': answer}]
+    turns = [*before, {'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': answer}]
     (rendering,) = chat.render([Request(messages=turns)], place=place)
     _, found, after = rendering.text.rpartition(answer)
     match = vocabulary.pattern().match(after.lstrip()) if found else None
