@@ -90,7 +90,7 @@ def untyped_words(text: str) -> Iterator[tuple[int, str]]:
                 before += str(part.value)
             elif COMMAND.search(before):
                 shown = ast.unparse(part)
-                if not re.search(r'\btyped\(|\.join\(|^{[A-Z_]+}$', shown):
+                if not re.search(r'\btyped(_override)?\(|\.join\(|^{[A-Z_]+}$', shown):
                     yield part.lineno, f'{shown} is in a command: write typed(...)'
 
 
