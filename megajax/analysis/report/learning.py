@@ -64,8 +64,8 @@ def unit_of(run: RunData) -> str:
 def training_losses(run: RunData) -> Floats:
     """Return each step's cross entropy, which is comparable with the validation loss.
 
-    The objective has further terms, such as the z-loss or BERT's loss of sentence order. It stands
-    in where a step of an older megajax has no cross entropy.
+    The objective has further terms, such as the z-loss or BERT's loss of sentence order. It is used
+    only where a step of an older megajax has no cross entropy.
     """
     return np.where(np.isnan(run.steps['nll']), run.steps['loss'], run.steps['nll'])
 
