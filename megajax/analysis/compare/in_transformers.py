@@ -14,7 +14,7 @@ from megajax.analysis.compare.recording import About, Arrays, Recording
 from megajax.analysis.compare.site_names import site_names, sites
 from megajax.analysis.compare.sources import Source
 from megajax.base.render.text import typed
-from megajax.core.config import Config, ConfigError, MeshConfig, OptimConfig
+from megajax.core.config import Config, ConfigError, MeshConfig, ModelConfig, OptimConfig
 from megajax.core.config.experts import OF_ROUTING
 from megajax.core.config.extras import install
 from megajax.interop.huggingface.families import FAMILIES
@@ -51,7 +51,6 @@ def execute_with_transformers(
     _check(source, config, batch)
     import torch
     import transformers
-    from transformers.core_model_loading import revert_weight_conversion
 
     transformers.utils.logging.disable_progress_bar()
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -65,10 +64,7 @@ def execute_with_transformers(
             module.padding_idx = None  # torch would only skip the gradient of this row
     forward = _forward(model, source, config, batch)
     forward['loss'].backward()
-    gradients = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
-    # When transformers reads a file, it fuses the experts into one tensor.
-    gradients = revert_weight_conversion(model, gradients)
-    of_parameters, weights = _as_parameters(source, config, gradients)
+    of_parameters, weights = _as_parameters(source, config, _gradients(model))
     about = About(
         source=source.name,
         config=config.model_dump(mode='json'),
@@ -118,14 +114,10 @@ def _forward(
     import torch
 
     kept = dict[str, Any]()
-    paths = {name: _path(source, *SITES[name]) for name in sites(config.model) if name in SITES}
-    of_layers = paths['attention'].partition('.{}')[0]
-    if config.model.experts is not None:  # Mixtral's files name this module differently
-        paths['experts'] = f'{of_layers}.{{}}.mlp'
-    layers = model.get_submodule(of_layers)
+    layers = model.get_submodule(_layers(source))
     _keep_input(layers[0], kept)
     for index, layer in enumerate(layers):
-        for name, path in paths.items():
+        for name, path in _modules(source, config.model.layer_config(index)).items():
             _keep(model.get_submodule(path.format(index)), kept, f'layers.{index}.{name}')
         _keep(layer, kept, f'layers.{index}')
     _keep(model.get_submodule(_path(source, 'norm.weight', 1)), kept, 'norm')
@@ -137,6 +129,17 @@ def _forward(
     )
     kept['loss'] = (nll * mask.flatten()).sum() / mask.sum().clamp(min=1)
     return {name: kept[name] for name in [*site_names(config.model), 'loss']}
+
+
+def _modules(source: Source, model: ModelConfig) -> dict[str, str]:
+    """Return the path of the module of each site of a layer with this config; {} is the layer."""
+    # The module of experts has one name in all families, but Mixtral's files name it differently.
+    experts = {'experts': f'{_layers(source)}.{{}}.mlp'}
+    return {name: experts.get(name) or _path(source, *SITES[name]) for name in sites(model)}
+
+
+def _layers(source: Source) -> str:
+    return _path(source, *SITES['attention']).partition('.{}')[0]
 
 
 def _path(source: Source, parameter: str, depth: int) -> str:
@@ -159,6 +162,19 @@ def _keep_input(module: Any, kept: dict[str, Any]) -> None:
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
+def _gradients(model: Any) -> dict[str, Any]:
+    """Return the gradient of each tensor of the model's file."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    # A router's bias that only selects experts is a buffer, which has no gradient.
+    stored = model.state_dict()
+    gradients = {name: x.new_zeros(x.shape) for name, x in model.named_buffers() if name in stored}
+    gradients |= {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    # When transformers reads a file, it fuses the experts into one tensor.
+    converted: dict[str, Any] = revert_weight_conversion(model, gradients)
+    return converted
+
+
 def _as_parameters(
     source: Source, config: Config, gradients: Mapping[str, Any]
 ) -> tuple[Arrays, dict[str, str]]:
@@ -166,6 +182,7 @@ def _as_parameters(
     import jax
 
     from megajax.analysis.compare.parameters import by_layer, digests
+    from megajax.core.model.parameters import trainable
     from megajax.core.parallel.mesh import mesh_for
     from megajax.interop.huggingface.weights import from_huggingface
 
@@ -174,7 +191,7 @@ def _as_parameters(
     with jax.set_mesh(mesh_for(one)):
         where = f'the gradients of {source.name}'
         state = from_huggingface(one, arrays, source=where, family=source.family)
-        return by_layer(state, one), digests(source.load(one), one)
+        return by_layer(trainable(state), one), digests(source.load(one), one)
 
 
 def _array(x: Any) -> np.ndarray:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from analysis.compare.small import from_seed, small, with_fault
+from analysis.compare.small import PLAIN, from_seed, small, with_fault
 from click.testing import Result
 from interop.stored import DATA
 from support import make_config, slow, write_run
@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from megajax.analysis.compare import sources
 from megajax.analysis.compare.api import _batch, _Side
-from megajax.analysis.compare.in_transformers import check_installed
+from megajax.analysis.compare.in_transformers import _modules, check_installed
 from megajax.analysis.compare.recording import read_recording
 from megajax.analysis.compare.sources import Source, check_comparable
 from megajax.commands.main import app
@@ -287,6 +287,22 @@ def test_transformers_that_is_not_installed_is_asked_for(monkeypatch: pytest.Mon
         check_installed()
 
 
+def test_each_layer_has_the_modules_of_its_own_sublayers() -> None:
+    experts = {'count': 4, 'active': 2, 'ffn_size': 32, 'first_dense': 1}
+    model = small(model={**PLAIN, 'experts': experts}).model
+    source = Source(
+        name='out', kind='huggingface', path=Path('out'), overrides=(), family='glm4_moe'
+    )
+    for index, second in enumerate(('mlp', 'experts')):
+        modules = _modules(source, model.layer_config(index))
+        assert modules == {
+            'attention.norm': 'model.layers.{}.input_layernorm',
+            'attention': 'model.layers.{}.self_attn',
+            f'{second}.norm': 'model.layers.{}.post_attention_layernorm',
+            second: 'model.layers.{}.mlp',
+        }
+
+
 class TestWithTransformers:
     """The same directory, executed by transformers, where it is installed."""
 
@@ -304,6 +320,15 @@ class TestWithTransformers:
     )
     def test_no_site_differs(self, name: str) -> None:
         result = command(DATA / name, DATA / name, '--transformers', 'b')
+        assert result.exit_code == 0, result.output or result.exception
+
+    def test_no_site_of_layers_with_an_mlp_and_with_experts_differs(self, tmp_path: Path) -> None:
+        from interop.make_data import SIZES, random_model
+
+        keys = {'num_key_value_heads': 2, 'head_dim': 8, 'pad_token_id': None}
+        keys |= {'moe_intermediate_size': 12, 'n_routed_experts': 4, 'num_experts_per_tok': 2}
+        random_model('glm4_moe', SIZES | keys).save_pretrained(tmp_path)
+        result = command(tmp_path, tmp_path, '--transformers', 'b', 'train.seq_len=16')
         assert result.exit_code == 0, result.output or result.exception
 
     def test_the_row_of_a_pad_token_has_its_gradient(self, tmp_path: Path) -> None:
