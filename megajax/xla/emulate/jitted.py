@@ -265,19 +265,25 @@ class _Step:
         given = jax.tree.unflatten(jax.tree.structure(args), leaves)
         with jax.set_mesh(empty_concrete_mesh), jax.default_device(self.devices[0]):
             outputs = jax.jit(reference).lower(*given).compile(quick())(*given)
-        trees = (self.traced.out_info, outputs)
-        wanted, have = (str(jax.tree.structure(tree)) for tree in trees)
+        infos = self.traced.out_info
+        wanted, have = (str(jax.tree.structure(tree)) for tree in (infos, outputs))
         if wanted != have:
             raise ValueError(f'the reference returns {have}, but the function returns {wanted}')
-        return [_stored(x) for x in jax.tree.leaves(outputs)]
+        outputs = jax.tree.leaves(outputs)
+        for name, info, x in zip(self.names, jax.tree.leaves(infos), outputs, strict=True):
+            if info.shape != x.shape or _is_inexact(info) != _is_inexact(x):
+                raise ValueError(
+                    f'output{name}: the reference returns {x.dtype}{[*x.shape]}, but the function '
+                    f'returns {info.dtype}{[*info.shape]}; make the reference return the same'
+                )
+        return [_stored(x) for x in outputs]
 
     def limits(self, limit: float, rounding: Sequence[float] | None = None) -> list[float]:
         """Return the outputs' limits: 0 for integers, higher than `limit` if rounding is."""
         infos = jax.tree.leaves(self.traced.out_info)
         moves = rounding or [0.0] * len(infos)
         pairs = zip(infos, moves, strict=True)
-        is_inexact = lambda info: jnp.issubdtype(info.dtype, jnp.inexact)  # noqa: E731
-        return [max(limit, MARGIN * move) if is_inexact(info) else 0.0 for info, move in pairs]
+        return [max(limit, MARGIN * move) if _is_inexact(info) else 0.0 for info, move in pairs]
 
     def leaves(self, program: GpuProgram, expected: Arrays, limits: Sequence[float]) -> list[Leaf]:
         """Return the comparison of every output with the expected one, in the order of outputs."""
@@ -314,6 +320,10 @@ def _on_one_device(x: np.ndarray, dtype: Any, *, device: jax.Device, exact: bool
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(jax.device_put(x, device), impl=str(dtype._impl.name))
     return jax.device_put(widened(x) if exact else x, device)
+
+
+def _is_inexact(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
 def _stored(x: jax.Array) -> np.ndarray:

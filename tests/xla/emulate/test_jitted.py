@@ -387,6 +387,21 @@ def test_a_reference_takes_the_place_of_one_device_and_must_return_as_much(stand
         megajax.inspect.run(lambda x: 2 * x, x, reference=lambda x: (x, x))
 
 
+@pytest.mark.parametrize(
+    ('reference', 'returned'),
+    [
+        (lambda x: (2 * x)[:1], r'float32\[1\]'),
+        (lambda x: (2 * x)[None], r'float32\[1, 8\]'),
+        (lambda x: (2 * x).sum(), r'float32\[\]'),
+        (lambda x: jnp.rint(2 * x).astype(int), r'int32\[8\]'),
+    ],
+)
+def test_a_reference_returns_the_same_shapes_and_kinds_of_numbers(stand_in, reference, returned):
+    message = rf'the reference returns {returned}, but the function returns float32\[8\]; make'
+    with pytest.raises(ValueError, match=message):
+        megajax.inspect.run(lambda x: 2 * x, np.ones(8, np.float32), reference=reference)
+
+
 def test_an_operation_of_gpus_alone_needs_a_reference(stand_in):
     x = np.ones((4, 4), np.float32)
     tf32 = functools.partial(jnp.dot, precision=jax.lax.DotAlgorithmPreset.TF32_TF32_F32)
