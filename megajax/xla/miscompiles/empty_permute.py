@@ -20,10 +20,18 @@ PASS = 'all-gather-to-collective-permute-simplifier'
 
 
 def detect(program: Program) -> Iterator[Instruction]:
-    """Yield every permute in which no device sends, so that all of them receive zeros."""
+    """Yield every permute in which no device sends, so that all of them receive zeros.
+
+    A permute of the function itself may have no pairs: along an axis of one device, or by intent.
+    """
     for _, instruction in places(program):
         is_permute = instruction.opcode in ('collective-permute', 'collective-permute-start')
-        if is_permute and re.search(r'source_target_pairs=\{\s*\}', instruction.attributes):
+        is_asked_for = instruction.op_name.endswith('/ppermute')
+        if (
+            is_permute
+            and not is_asked_for
+            and re.search(r'source_target_pairs=\{\s*\}', instruction.attributes)
+        ):
             yield instruction
 
 

@@ -12,7 +12,9 @@ from jax.stages import Lowered
 
 from megajax.xla.hlo.program import Instruction, Program
 from megajax.xla.miscompiles.entry import Miscompile, Repro
-from megajax.xla.miscompiles.trace import Place, trace
+from megajax.xla.miscompiles.trace import Place, places, trace
+
+CHOOSE = 'sort', 'topk', 'custom-call'
 
 
 def detect(program: Program) -> Iterator[Instruction]:
@@ -24,8 +26,21 @@ def detect(program: Program) -> Iterator[Instruction]:
         origin = trace(program, place).instruction
         is_constant = origin.opcode in ('broadcast', 'constant')
         is_top_k = origin.op_name.endswith('/top_k')
-        if is_constant and is_top_k and origin.results[0].dtype == 's32':
+        is_index = origin.results[0].dtype == 's32'
+        if is_constant and is_top_k and is_index and _chooses(program, origin):
             yield origin
+
+
+def _chooses(program: Program, origin: Instruction) -> bool:
+    """Return whether a top-k chooses among several elements: the only one has the index 0.
+
+    The program of a top-k among one element has no instruction that chooses.
+    """
+    shape = origin.results[0].shape
+    return bool(shape and shape[-1] > 1) or any(
+        instruction.opcode in CHOOSE and instruction.op_name == origin.op_name
+        for _, instruction in places(program)
+    )
 
 
 def _lower(devices: Sequence[Any]) -> Lowered:

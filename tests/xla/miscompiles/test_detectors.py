@@ -41,6 +41,7 @@ WRONG = [
     (SMALL_DOT, texts.small_dot(40_000, 2)),
     (SMALL_DOT, DOUBLE.replace('f32', 'f64')),
     (LOST_INDICES, texts.top_k('zeros')),
+    (LOST_INDICES, texts.top_k('zeros').replace('[4,2]', '[4,1]')),
 ]
 RIGHT = [
     texts.masked('f32[2,8,4]{2,1,0} reshape(%w)', IN_RANGE),  # no row is repeated
@@ -49,6 +50,7 @@ RIGHT = [
     texts.masked(REPEATED, IN_RANGE).replace('constant(0)', 'constant(1)'),
     DOUBLE,
     texts.permute('{0,0},{1,1}'),
+    texts.permute('').replace('/add_any', '/ppermute'),  # the function's own
     texts.product(1.5, 'DEFAULT', rows=8),
     texts.product(1, 'BIAS'),
     texts.ring('{1,0}', '{0,1}', 0),
@@ -88,6 +90,20 @@ def test_a_finding_names_the_instruction_path_source_line_upstream_issue_and_fix
     assert line.startswith('permute at jit(f)/add_any (model.py:7): ')
     assert 'openxla/xla#45218' in line
     assert 'xla_disable_hlo_passes=all-gather-to-collective-permute-simplifier' in line
+
+
+def test_a_permute_without_pairs_and_a_top_k_of_one_element_are_right_if_asked_for() -> None:
+    mesh = jax.make_mesh((1,), ('stage',))
+    x = jnp.ones((8, 1), device=jax.NamedSharding(mesh, jax.P('stage')))
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=jax.P('stage'), out_specs=jax.P('stage'))
+    def passed_on(x: jax.Array) -> jax.Array:
+        return jax.lax.ppermute(x, 'stage', [])
+
+    for function in passed_on, jax.jit(lambda x: jax.lax.top_k(x, 1)):
+        compiled = function.lower(x).compile()
+        assert detect(compiled.as_text() or '') == []
 
 
 @pytest.mark.parametrize('count', [1, 8])
