@@ -22,6 +22,7 @@ from megajax.xla.hlo.products import products
 from megajax.xla.hlo.program import Program
 from megajax.xla.hlo.text import program_text
 from megajax.xla.miscompiles import confirmed, detect_in
+from megajax.xla.miscompiles.guard import target_of
 
 
 class FunctionTransfer(Result):
@@ -36,7 +37,7 @@ class FunctionTransfer(Result):
 class FunctionInspection(Result):
     """The collectives and matmuls of one compiled function, per run and device."""
 
-    target: str
+    target: str = Field(description='cpu, tpu, or the GPU that the program was compiled for')
     mesh: dict[str, int]
     jax_version: str
     transfers: list[FunctionTransfer] = Field(description='the most bytes first')
@@ -92,7 +93,8 @@ def inspect_function(
     check_trip_count(trip_count)
     if target == 'cpu':
         function, args, sizes = prepared(function, args, mesh)
-        text = program_text(compiled_program(function, args, mesh))
+        compiled = compiled_program(function, args, mesh)
+        text, target = program_text(compiled), _target(compiled)
     else:
         from megajax.xla.emulate.jitted import gpu_text  # only for a GPU
 
@@ -107,6 +109,13 @@ def inspect_function(
         unknown_loops=program.runs.unknown_loops,
         known_miscompiles=[str(finding) for finding in confirmed(detect_in(program), target)],
     )
+
+
+def _target(compiled: jax.stages.Compiled) -> str:
+    """Return the target of the devices that a program was compiled for."""
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    devices = [device for sharding in shardings for device in sharding.device_set]
+    return target_of(devices[0]) if devices else 'cpu'
 
 
 def _transfers(program: Program, mesh: Mapping[str, int]) -> list[FunctionTransfer]:

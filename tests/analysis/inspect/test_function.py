@@ -10,7 +10,7 @@ from inspect_collectives import arguments_of_mlp
 from jax.sharding import AxisType
 
 import megajax
-from megajax.core.hardware.targets import has_compiler
+from megajax.core.hardware.targets import WITHOUT_GPU, gpu_devices, has_compiler
 
 EXPLICIT = (AxisType.Explicit,) * 2
 STEPS = 3
@@ -169,3 +169,11 @@ def test_a_function_is_compiled_for_a_gpu(mesh) -> None:
     found = megajax.inspect(step, *arguments_of_mlp(mesh), mesh=mesh, target='h100')
     assert found.counts() == {'model': {'all-reduce': STEPS}}
     assert found.target == 'h100'
+
+
+@pytest.mark.skipif(not has_compiler(), reason="needs XLA's GPU compiler: the extra gpu-compile")
+def test_the_target_of_a_compiled_program_is_that_of_its_devices() -> None:
+    mesh = jax.sharding.Mesh(np.array(gpu_devices('a100', hosts=1, per_host=2)), ('data',))
+    x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P('data')))
+    compiled = jax.jit(jnp.sum).lower(x).compile(WITHOUT_GPU)
+    assert megajax.inspect(compiled).target == 'a100'
