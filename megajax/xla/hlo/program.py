@@ -34,7 +34,8 @@ _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _MARK = re.compile(r'["\\(){}\[\]]')  # what `_closing` counts
 _COMMENT = re.compile(r'/\*.*?\*/')
 _CALLED = re.compile(
-    r'\b(?:to_apply|calls|body|condition|true_computation|false_computation)=%?([\w.\-]+)'
+    r'\b(?:to_apply|calls|body|condition|select|scatter|true_computation|false_computation)'
+    r'=%?([\w.\-]+)'
 )
 _BRANCHES = re.compile(r'\b(?:branch_computations|called_computations)=\{([^}]*)\}')
 # The smallest number of computations that an instruction calls, by opcode.
