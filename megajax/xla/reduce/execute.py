@@ -1,5 +1,7 @@
 """Compile a partitioned module for GPUs, and compare what it computes before and after."""
 
+import functools
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
@@ -17,7 +19,7 @@ from jax._src.sharding_impls import GSPMDSharding
 
 from megajax.core.hardware.targets import compile_without_gpu, gpu_devices
 from megajax.xla.emulate.arguments import cpu_devices
-from megajax.xla.emulate.compare import difference
+from megajax.xla.emulate.compare import difference, inexact, nudged
 from megajax.xla.emulate.execute import compile_on_cpu
 from megajax.xla.emulate.last_module import last_module
 from megajax.xla.emulate.shapes import shapes, split
@@ -30,6 +32,9 @@ from megajax.xla.reduce.cut import REPLICATED, sharding
 # A module of the partitioner has one device's shapes: it must not be partitioned again.
 PARTITIONER = 'spmd-partitioning'
 LIMIT = 1e-4  # relative error; everything is computed in fp32
+# An error may be MARGIN times the largest change of a result when the inputs change by up to
+# ROUNDING of themselves, NUDGES times.
+ROUNDING, NUDGES, MARGIN = 2.0**-22, 4, 4
 _CONSTRAINT = re.compile(
     r'custom-call\((%\S+)\), custom_call_target="(?:Sharding|LayoutConstraint)"'
     r'(?:, operand_layout_constraints=\{\S+\})?'
@@ -85,18 +90,25 @@ def is_sharded(text: str) -> bool:
     return ', sharding={' in text
 
 
-def executed(text: str, inputs: Values, num_devices: int) -> Values:
-    """Return the results of a module on each device, with fp32 instead of 8 and 16 bits."""
+def executable(text: str, num_devices: int) -> Callable[[Values], Values]:
+    """Return a function that returns the results of a module on each device.
+
+    The module has fp32 instead of 8 and 16 bits.
+    """
     devices = cpu_devices(num_devices)
     text = _CONSTRAINT.sub(r'reshape(\1)', text)
     entry = Program(text).entry
     types = [shapes(entry.parameters[place].type)[0].dims for place in sorted(entry.parameters)]
-    if types != [values[0].shape for values in inputs]:  # XLA would read past the arrays
-        raise HloError(f'the parameters have shapes {types}')
-    executable = compile_on_cpu(for_cpu(text, num_devices, exact=True), devices)
-    arrays = [_placed(values, devices) for values in inputs]
-    results = executable.execute_sharded(arrays).disassemble_into_single_device_arrays()
-    return [[np.asarray(piece) for piece in pieces] for pieces in results]
+    compiled = compile_on_cpu(for_cpu(text, num_devices, exact=True), devices)
+
+    def execute(inputs: Values) -> Values:
+        if types != [values[0].shape for values in inputs]:  # XLA would read past the arrays
+            raise HloError(f'the parameters have shapes {types}')
+        arrays = [_placed(values, devices) for values in inputs]
+        results = compiled.execute_sharded(arrays).disassemble_into_single_device_arrays()
+        return [[np.asarray(piece) for piece in pieces] for pieces in results]
+
+    return execute
 
 
 def _placed(values: Sequence[np.ndarray], devices: Sequence[jax.Device]) -> jax.Array:
@@ -122,8 +134,9 @@ class Execution:
         entry = Program(text).entry
         types = [shapes(entry.parameters[place].type)[0] for place in sorted(entry.parameters)]
         count = num_devices if self._shardings is None else 1
-        self.inputs = [_drawn(each, count, random) for each in types]
-        self.expected = executed(text, self.inputs, count)
+        self.inputs = self._drawn = [_drawn(each, count, random) for each in types]
+        self._execute = executable(text, count)
+        self.expected = self._computed = self._execute(self.inputs)
         if self._shardings:
             self.inputs, self.expected = (
                 [self._split(x, each) for (x,), each in zip(values, shardings, strict=True)]
@@ -141,7 +154,32 @@ class Execution:
 
     def actual(self, later: str) -> Values:
         """Return the results of a later form of the module."""
-        return executed(later, self.inputs, self.num_devices)
+        return executable(later, self.num_devices)(self.inputs)
+
+    @functools.cached_property
+    def limits(self) -> list[float]:
+        """The limit of each result: LIMIT, or more if rounding of the inputs changes it as much."""
+        moving, limits = (
+            inexact([values[0] for values in self._drawn]),
+            [LIMIT] * len(self.expected),
+        )
+        for seed in range(NUDGES):
+            inputs = [
+                [nudged(x, ROUNDING, seed) for x in values] if place in moving else values
+                for place, values in enumerate(self._drawn)
+            ]
+            pairs = zip(self._execute(inputs), self._computed, strict=True)
+            changes = [max(map(_error, *pair)) for pair in pairs]
+            limits = [
+                max(limit, MARGIN * change) if np.isfinite(change) else limit
+                for limit, change in zip(limits, changes, strict=True)
+            ]
+        return limits
+
+    def is_wrong(self, later: str) -> bool:
+        """Return whether a later form has a larger error than rounding explains."""
+        errors = self.errors(later)
+        return max(errors, default=0) > LIMIT and any(map(operator.gt, errors, self.limits))
 
     def errors(self, later: str) -> list[float]:
         """Return the error of each result; 0 for one that is not finite to begin with."""
@@ -190,8 +228,7 @@ class Differs:
     def __call__(self, text: str) -> bool:
         try:
             last = self.compiler.optimized(text)
-            execution = Execution(text, self.compiler.num_devices)
-            return max(execution.errors(last), default=0) > LIMIT
+            return Execution(text, self.compiler.num_devices).is_wrong(last)
         except FAILURES as failure:
             self.say(f'not executed: {str(failure)[:MOST_CHARACTERS]}')
             return False

@@ -18,7 +18,6 @@ from megajax.xla.hlo.errors import HloError
 from megajax.xla.reduce.cut import count, without_shardings
 from megajax.xla.reduce.execute import (
     FAILURES,
-    LIMIT,
     PARTITIONER,
     Compiler,
     Differs,
@@ -85,7 +84,7 @@ def _write(small: str, folder: Path, compiler: Compiler) -> Summary:
         try:
             execution = Execution(small, compiler.num_devices)
             summary['error'] = max(execution.errors(last), default=0.0)
-            if summary['error'] > LIMIT:
+            if execution.is_wrong(last):
                 _write_values(folder / VALUES, execution, last)
                 summary['pass'] = str(_culprit(dumps, execution, folder))
         except FAILURES as failure:
@@ -96,7 +95,7 @@ def _write(small: str, folder: Path, compiler: Compiler) -> Summary:
 def _culprit(dumps: Path, execution: Execution, folder: Path) -> Culprit:
     def is_right(text: str) -> bool:
         try:
-            return max(execution.errors(text), default=0.0) <= LIMIT
+            return not execution.is_wrong(text)
         except FAILURES as failure:
             raise HloError(str(failure)) from failure
 

@@ -7,7 +7,7 @@ import pytest
 from megajax.xla.hlo.errors import HloError
 from megajax.xla.hlo.program import Program
 from megajax.xla.reduce.cut import Cut, count, whole, without_shardings
-from megajax.xla.reduce.execute import LIMIT, Execution, executed, is_sharded
+from megajax.xla.reduce.execute import LIMIT, Execution, executable, is_sharded
 from megajax.xla.reduce.search import reduced
 
 CHAIN = """HloModule chain, num_partitions=2
@@ -181,5 +181,5 @@ def test_a_sharded_module_runs_on_one_device_and_its_later_form_on_all():
 
 def test_arrays_of_other_shapes_than_the_parameters_are_refused():
     with pytest.raises(HloError, match='shapes'):
-        executed(cut(CHAIN, 'sum').text(), [[np.zeros(3, np.float32)] * 2] * 2, 2)
+        executable(cut(CHAIN, 'sum').text(), 2)([[np.zeros(3, np.float32)] * 2] * 2)
     assert jax.device_count() >= 2

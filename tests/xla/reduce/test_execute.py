@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megajax.xla.hlo.errors import HloError
-from megajax.xla.reduce.execute import Differs, Execution
+from megajax.xla.reduce.execute import LIMIT, Differs, Execution
 
 from .test_cut import CHAIN, SHARDED
 
@@ -56,6 +56,32 @@ def test_a_module_with_shardings_is_compared_with_its_piece_on_each_device() -> 
     assert execution.errors(OWN.replace('sine(%x)', 'cosine(%x)'))[0] > 0.1
     with pytest.raises(HloError, match='shapes'):  # not partitioned
         execution.errors(SHARDED)
+
+
+ROUNDING = """HloModule rounding
+
+ENTRY %main (x: f32[2,8]) -> (f32[2,8], f32[2,8]) {
+  %x = f32[2,8]{1,0} parameter(0)
+  %one = f32[] constant(1)
+  %ones = f32[2,8]{1,0} broadcast(%one), dimensions={}
+  %sine = f32[2,8]{1,0} sine(%x)
+  %cosine = f32[2,8]{1,0} cosine(%x)
+  %sine_2 = f32[2,8]{1,0} multiply(%sine, %sine)
+  %cosine_2 = f32[2,8]{1,0} multiply(%cosine, %cosine)
+  %sum = f32[2,8]{1,0} add(%sine_2, %cosine_2)
+  %nothing = f32[2,8]{1,0} subtract(%ones, %sum)
+  ROOT %both = (f32[2,8]{1,0}, f32[2,8]{1,0}) tuple(%nothing, %sine)
+}
+"""
+
+
+def test_a_result_that_is_rounding_alone_is_not_wrong_but_another_is() -> None:
+    execution = Execution(ROUNDING, 2)
+    rounded = ROUNDING.replace('subtract(%ones, %sum)', 'subtract(%sum, %ones)')
+    assert execution.errors(rounded)[0] > 1
+    assert not execution.is_wrong(rounded)
+    assert execution.is_wrong(rounded.replace('tuple(%nothing, %sine)', 'tuple(%nothing, %cosine)'))
+    assert execution.limits[1] == LIMIT
 
 
 def test_a_module_differs_only_if_its_last_form_can_be_executed_and_is_wrong() -> None:
