@@ -17,6 +17,8 @@ def bytes_moved(program: Program, computation: Computation, instruction: Instruc
         return _of_fusion(program.computations[instruction.called[0]])
     if instruction.opcode in _READS_PART:
         return 2 * _size(instruction.results)
+    if instruction.opcode == 'copy-start':  # its results include the operand
+        return 2 * _size(computation.by_name[instruction.operands[0]].results)
     if instruction.opcode in _WRITES_PART:
         written = instruction.operands[_WRITES_PART[instruction.opcode]]
         return 2 * _size(computation.by_name[written].results)
@@ -40,10 +42,10 @@ def _outputs(computation: Computation) -> tuple[str, ...]:
 
 def _read(computation: Computation, parameter: Instruction) -> int:
     whole, parts = _size(parameter.results), 0
-    itemsize = DTYPE_BITS[parameter.results[0].dtype] // 8
+    bits = DTYPE_BITS[parameter.results[0].dtype]
     for name, user in _users(computation, parameter.name):
         if user.opcode in _READS_PART and user.operands[0] == name:
-            parts += prod(user.results[0].shape) * itemsize
+            parts += prod(user.results[0].shape) * bits // 8
         elif user.opcode not in _WRITES_PART or user.operands[0] != name:
             return whole
     return min(whole, parts)

@@ -41,6 +41,12 @@ TEXT = """HloModule jit_f, is_scheduled=true
   ROOT %new = f32[8,16]{1,0} dynamic-update-slice(%stack, %row, %i, %zero)
 }
 
+%unpack (packed: s4[8,16]) -> s8[1,16] {
+  %packed = s4[8,16]{1,0} parameter(0)
+  %row = s4[1,16]{1,0} slice(%packed), slice={[2:3], [0:16]}
+  ROOT %wide = s8[1,16]{1,0} convert(%row)
+}
+
 ENTRY %main (s: f32[8,16], x: f32[16], i: s32[]) -> f32[8,16] {
   %s = f32[8,16]{1,0} parameter(0)
   %x = f32[16]{0} parameter(1)
@@ -48,6 +54,10 @@ ENTRY %main (s: f32[8,16], x: f32[16], i: s32[]) -> f32[8,16] {
   %loaded = f32[16]{0} fusion(%s, %x, %i), kind=kLoop, calls=%read
   %cast_layer = bf16[1,16]{1,0} fusion(%s), kind=kLoop, calls=%cast
   %narrowed = bf16[1,16]{1,0} fusion(%x), kind=kLoop, calls=%narrow
+  %four_bits = s4[8,16]{1,0} constant({...})
+  %unpacked = s8[1,16]{1,0} fusion(%four_bits), kind=kLoop, calls=%unpack
+  %copying = (f32[16]{0}, f32[16]{0}, u32[]) copy-start(%x)
+  %copied = f32[16]{0} copy-done(%copying)
   %doubled = f32[16]{0} add(%loaded, %loaded)
   %called = (f32[16]{0}, s8[64]{0}) custom-call(%doubled), custom_call_target="library"
   %result = f32[16]{0} get-tuple-element(%called), index=0
@@ -62,6 +72,8 @@ ENTRY %main (s: f32[8,16], x: f32[16], i: s32[]) -> f32[8,16] {
         ('loaded', 3 * LAYER + 4),  # the slice, x, the index, and the result
         ('cast_layer', LAYER + LAYER // 2),  # a cast does not read what is sliced off after it
         ('narrowed', LAYER + LAYER // 2),
+        ('unpacked', 16 // 2 + 16),
+        ('copying', 2 * LAYER),
         ('doubled', 3 * LAYER),
         ('called', 2 * LAYER),  # without the workspace
         ('stored', 2 * LAYER + 4),  # the stack is changed in place
