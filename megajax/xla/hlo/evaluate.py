@@ -74,7 +74,7 @@ class Run:
                 return self.value(instruction.operands[place])
             case 'parameter':
                 return self._given(int(instruction.inputs), place)
-            case 'optimization-barrier' | 'opt-barrier' if len(instruction.operands) == 1:
+            case 'opt-barrier' if len(instruction.operands) == 1:
                 return self.part(instruction.operands[0], place)
             case 'while' if (steps := self.loop(instruction).trip_count) is not None:
                 return self.loop(instruction).carried(place, steps)

@@ -18,7 +18,7 @@ SAME = {
     'transpose',
     'convert',
     'get-tuple-element',
-    'optimization-barrier',
+    'opt-barrier',
     'copy-start',
     'copy-done',
 }

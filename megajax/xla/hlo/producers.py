@@ -63,7 +63,7 @@ def _before(program: Program, place: Place, through: Collection[str]) -> Place |
         return Place(computation, computation.by_name[operands[0]], (number, *part))
     if opcode == 'tuple' and part:
         return Place(computation, computation.by_name[operands[part[0]]], part[1:])
-    if opcode == 'optimization-barrier':
+    if opcode == 'opt-barrier':
         return Place(computation, computation.by_name[operands[0]], part)
     if opcode in ('fusion', 'call'):
         inside = program.computations[instruction.called[0]]

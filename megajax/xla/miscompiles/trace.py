@@ -9,7 +9,7 @@ from megajax.xla.hlo.program import Computation, Instruction, Program
 MAX_DEPTH = 64  # most steps back; every chain of copies is shorter
 # Instructions that pass a value on with its numbers unchanged.
 _SAME = {
-    'bitcast', 'copy', 'reshape', 'optimization-barrier', 'domain', 'copy-start', 'copy-done',
+    'bitcast', 'copy', 'reshape', 'opt-barrier', 'domain', 'copy-start', 'copy-done',
     'recv-done', 'async-done', 'fusion-done', 'all-reduce-done', 'collective-permute-done',
     'all-gather-done', 'reduce-scatter-done',
 }  # fmt: skip
@@ -99,6 +99,8 @@ def _element(program: Program, owner: Place, index: int, around: bool) -> Place 
     instruction = owner.instruction
     if instruction.opcode == 'tuple':
         return owner.operand(index)
+    if instruction.opcode == 'opt-barrier':
+        return _element(program, owner.operand(0), index, around)
     if instruction.opcode in ('fusion', 'call'):
         inside = program.computations[instruction.called[0]]
         return _element(program, Place(inside, inside.root), index, around)

@@ -41,8 +41,9 @@ metadata={{op_name="jit(f)/layers/while/body/dynamic_update_slice"}}
             'metadata={op_name="jit(f)/attention/transpose"}'
         ),
         'transpose(%gather), dimensions={1,0}',
+        'opt-barrier(%gather), metadata={op_name="jit(f)/optimization_barrier"}',
     ],
-    ids=['fusion', 'fusion of another site', 'transpose'],
+    ids=['fusion', 'fusion of another site', 'transpose', 'barrier'],
 )
 def test_the_product_behind_what_hands_an_array_on_is_its_destination(between):
     text = program(between)

@@ -65,6 +65,13 @@ def known(text: str, devices: int = 4) -> list[int | None]:
             '%second = s32[] get-tuple-element(%pair), index=1',
             '%y = s32[] subtract(%second, %first)',
         ],
+        ['%same = s32[] opt-barrier(%i)', '%y = s32[] add(%same, %two)'],
+        [
+            '%pair = (s32[], s32[]) tuple(%i, %two)',
+            '%same = (s32[], s32[]) opt-barrier(%pair)',
+            '%first = s32[] get-tuple-element(%same), index=0',
+            '%y = s32[] add(%first, %two)',
+        ],
         ['%y = s32[] fusion(%two, %i), kind=kLoop, calls=%apart'],
         ['%y = s32[] call(%two, %i), to_apply=%apart'],
         [
