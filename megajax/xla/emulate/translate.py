@@ -58,8 +58,8 @@ def for_cpu(text: str, num_devices: int, *, exact: bool = False) -> str:
 
 def _widened(text: str) -> str:
     text = '\n'.join(_widened_line(line) for line in text.splitlines())
-    # Instructions that round without changing the dtype must not round, either. XLA turns those of
-    # 8- and 16-bit values into those of fp32 values, so that all of them look alike.
+    # Instructions that round without changing the dtype must not round, either. XLA lets the ones
+    # for 8- and 16-bit values round fp32 values, so that all of them look alike.
     rounding = re.compile(r' reduce-precision\((.*?)\), exponent_bits=\d+, mantissa_bits=\d+')
     return rounding.sub(r' copy(\1)', text)
 
