@@ -56,7 +56,7 @@ def of_step(name: str, target: str, overrides: list[str]) -> list[str]:
         compiled = (
             lowered.compile() if target == 'cpu' else compile_without_gpu(lowered.compile, {})
         )
-        keep = seconds(lambda: keep_step(folder, compiled, state, seconds=0.0))
+        keep = seconds(lambda: keep_step(folder, config, compiled, state, seconds=0.0))
         kept = kept_in(folder)
         read = seconds(lambda: audit(config, kept_in(folder), target))
         sizes = len(kept.text), (folder / PROGRAM).stat().st_size

@@ -8,11 +8,12 @@ import pytest
 from safetensors.numpy import save_file
 
 from megajax.base.files.pointers import POINTER
-from megajax.core.config import ConfigError
+from megajax.core.config import ConfigError, load
 from megajax.interop.huggingface.adapters import _family_of
 from megajax.interop.huggingface.directories import import_huggingface
 from megajax.interop.huggingface.hub import DESCRIPTION
 from megajax.interop.huggingface.tensors import ADAPTER, read_tensors
+from megajax.runtime.checkpoint.record import FAMILY, make_record
 from megajax.runtime.data.text.tokenizer import load_tokenizer
 
 INDEX = 'model.safetensors.index.json'
@@ -61,11 +62,12 @@ def test_an_adapter_is_merged_into_the_class_that_its_model_needs(
 
 
 def test_adapters_have_the_family_of_their_base_else_of_the_import(tmp_path: Path) -> None:
-    origin = {'imported as': 'mistral'}
     (tmp_path / 'config.json').write_text('{"model_type": "phi3"}')
-    assert _family_of(str(tmp_path), origin) == 'phi3'
-    assert _family_of('org/name', origin) == _family_of(None, origin) == 'mistral'
-    assert _family_of(None, {}) is None
+    assert _family_of(str(tmp_path)) == 'phi3'
+    assert _family_of('org/name') is _family_of(None) is None
+    record = make_record(load('tiny'), 1)
+    assert record.family is None
+    assert record.model_copy(update={'origin': {FAMILY: 'mistral'}}).family == 'mistral'
 
 
 def test_a_pointer_of_git_lfs_is_named_as_one(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The table of settings that conflict; `megajax config conflicts` prints it.
 
 It lists pairs of features. Constraints between sizes, such as `ffn_size` and `mesh.model`, are in
-`rules.py`.
+`tensor_rules.py` and other modules of rules.
 """
 
 from collections.abc import Callable, Mapping

@@ -76,6 +76,25 @@ def incompatibilities(
     return [one for one in problems if {*chosen}.isdisjoint((one.path, *one.others))]
 
 
+def of_batch(config: 'Config', rows: int, length: int) -> list[Problem]:
+    """Return the problems that a batch with so many rows of so many tokens adds to a config."""
+
+    def found(config: 'Config') -> list[Problem]:
+        rules = (
+            tensor_rules.of_widths,
+            _length,
+            _batches,
+            of_experts,
+            mesh_rules.of_context,
+            overlap_rules.of_halves,
+        )
+        return [problem for rule in rules for problem in rule(config)]
+
+    train = config.train.model_copy(update={'batch_size': rows, 'seq_len': length})
+    given, known = config.model_copy(update={'train': train}), found(config)
+    return [problem for problem in found(given) if problem not in known]
+
+
 # The rules that only megajax has, in addition to the table of `conflicts.py`.
 _OWN = (mesh_rules.of_stages, mesh_rules.of_context, overlap_rules.of_halves)
 

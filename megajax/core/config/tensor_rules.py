@@ -29,8 +29,7 @@ def model_degrees(config: 'Config') -> list[int]:
         shared.append((config.train.seq_len, parts))
     if mesh.exchanges_heads:
         shared.append((model.num_kv_heads, mesh.context))
-    # If a size is no multiple of another axis, no degree helps, and the message names that axis.
-    sizes += [size // parts for size, parts in shared if size % parts == 0]
+    sizes += [_part(*each) for each in shared]
     return [n for n in divisors(math.gcd(*sizes)) if mesh.is_grid or _shards_kv(config, n)]
 
 
@@ -40,8 +39,15 @@ def row_degrees(config: 'Config') -> list[int]:
     shared = [(model.padded_vocab_size, mesh.model)]
     if config.optim.shard != 'none' and mesh.data % mesh.replicas == 0:
         shared.append((model.hidden_size, mesh.data_shards))
-    sizes = [size // parts for size, parts in shared if size % parts == 0]
-    return list(divisors(math.gcd(model.hidden_size, *sizes)))
+    return list(divisors(math.gcd(model.hidden_size, *(_part(*each) for each in shared))))
+
+
+def _part(size: int, parts: int) -> int:
+    """Return a part of a size, which a degree must divide; the whole if there are no such parts.
+
+    Then no degree helps, and another message names the other axis.
+    """
+    return size if size % parts else size // parts
 
 
 def of_heads(config: 'Config') -> Iterator[Problem]:

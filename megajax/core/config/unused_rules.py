@@ -83,7 +83,7 @@ def of_vision(config: 'Config') -> Iterator[Problem]:
     if vision.min_patches and config.relevance is not None:
         message = (
             f'{vision.min_patches} has no effect with relevance, which scales every image to '
-            'vision.max_patches; remove it, or remove relevance'
+            'vision.max_patches; use 0, or remove relevance'
         )
         yield Unused('vision.min_patches', message, others=('relevance',))
     if vision.freeze and config.lora is not None:

@@ -43,10 +43,15 @@ def uses_flash(
 def _masked_tokens(config: Config) -> int:
     """Return `masked_tokens` of `missing_for_flash` for a step.
 
-    With a window in context shards, a mask is of one chunk.
+    A layer with a window in context shards has masks of chunks. If there is one, its number counts
+    for all layers.
     """
-    mesh, window, tokens = config.mesh, config.model.window, config.train.seq_len
-    if config.model.causal and not config.data.document_mask:
+    mesh, tokens = config.mesh, config.train.seq_len
+    has_mask = config.data.document_mask or config.relevance is not None or not config.model.causal
+    if not has_mask:
         return 0
-    has_halo = window is not None and window < tokens and not mesh.exchanges_heads
-    return tokens // (2 * mesh.context) if has_halo and mesh.context > 1 else tokens
+    has_halos = mesh.context > 1 and not mesh.exchanges_heads
+    windows = (layer.window for layer in config.model.pattern)
+    if has_halos and any(window is not None and window < tokens for window in windows):
+        return tokens // (2 * mesh.context)
+    return tokens

@@ -13,16 +13,26 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> int:
     """Return the number of NVIDIA GPUs that a process on this machine may use.
 
     If CUDA_VISIBLE_DEVICES is set, only the GPUs in it count; with JAX_PLATFORMS=cpu, there are
-    none. GPUs that nvidia-smi does not list, because it is missing or fails, count if they have a
-    device file.
+    none. If nvidia-smi lists no GPU, for example because it is missing or fails, GPUs count whose
+    device file this process may open.
     """
     if environ.get('JAX_PLATFORMS', '').startswith('cpu'):
         return 0
     if (chosen := environ.get('CUDA_VISIBLE_DEVICES')) is not None:
         return sum(name.strip() not in ('', '-1') for name in chosen.split(','))
-    return _listed() or sum(
-        re.fullmatch(r'nvidia\d+', device.name) is not None for device in DEVICES.glob('nvidia*')
-    )
+    files = (file for file in DEVICES.glob('nvidia*') if re.fullmatch(r'nvidia\d+', file.name))
+    return _listed() or sum(map(_may_open, files))
+
+
+def _may_open(device: Path) -> bool:
+    """Whether the GPU is one of this job's, even if its driver does not work."""
+    try:
+        os.close(os.open(device, os.O_RDWR))
+    except PermissionError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def _listed() -> int:

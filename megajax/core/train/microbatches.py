@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from megajax.core.config import Config, ConfigError, Problem
-from megajax.core.config.rules import incompatibilities
+from megajax.core.config.rules import of_batch
 from megajax.core.model.arr_coc.relevance import question
 from megajax.core.model.documents import first_tokens, of_all_shards
 from megajax.core.model.dropout import sequence_keys
@@ -49,11 +49,9 @@ def with_weights(batch: Batch, config: Config, layout: Layout) -> Batch:
 def _check_shape(batch: Batch, config: Config) -> None:
     """Raise ConfigError if the batch has a shape that the config would not accept."""
     rows, length = batch['tokens'].shape
-    sizes = {'batch_size': rows, 'seq_len': length}
-    known = incompatibilities(config)
-    given = config.model_copy(update={'train': config.train.model_copy(update=sizes)})
-    problems = [problem for problem in incompatibilities(given) if problem not in known]
-    if problems:
+    if (rows, length) == (config.train.batch_size, config.train.seq_len):
+        return
+    if problems := of_batch(config, rows, length):
         of = f'{rows:,} rows of {length:,} tokens do not fit the config'
         raise ConfigError(
             *(Problem('batch', f'{of}: {problem}', problem.others) for problem in problems)

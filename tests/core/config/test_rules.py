@@ -532,6 +532,25 @@ def test_every_degree_that_is_offered_works(base: str, overrides: str, offered: 
         assert problems(*wrong, *sizes, f'{key}={n}', base=base) == []
 
 
+@pytest.mark.parametrize(
+    ('overrides', 'path', 'offer'),
+    [
+        # Neither axis divides the 51200 rows.
+        ('mesh.model_rows=6 mesh.model=3', 'model.vocab_size', 'mesh.model_rows 4 or 8'),
+        (
+            'model.dropout=0 mesh.model=2 train.overlap=sequence_split train.seq_len=1023',
+            'train.seq_len',
+            'mesh.model 1',
+        ),
+    ],
+)
+def test_no_degree_is_offered_that_the_size_itself_rejects(
+    overrides: str, path: str, offer: str
+) -> None:
+    found = problems('mesh.sequence_parallel=true', *overrides.split(), base=BASE)
+    assert any(each.path == path and each.message.endswith(offer) for each in found)
+
+
 @pytest.mark.parametrize(('steps', 'offered'), [(1, '0.5'), (2, '1'), (100, '10'), (5000, '100')])
 @pytest.mark.parametrize('length', ['train.steps', 'optim.decay_steps'])
 @pytest.mark.parametrize('needs', ['optim.schedule=inverse_sqrt', 'optim.warmup_init=0.0'])

@@ -110,7 +110,7 @@ def test_no_smallest_image_is_set_where_every_image_has_one_size() -> None:
         load('tiny_arr_coc', ['vision.min_patches=16'])
     assert str(error.value) == (
         'override vision.min_patches=16: vision.min_patches: 16 has no effect with relevance, '
-        'which scales every image to vision.max_patches; remove it, or remove relevance'
+        'which scales every image to vision.max_patches; use 0, or remove relevance'
     )
     stored = load('tiny_arr_coc').model_dump(mode='json')
     stored['vision']['min_patches'] = 16

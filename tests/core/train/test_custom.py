@@ -198,6 +198,15 @@ def test_a_batch_that_does_not_fit_the_config_is_rejected(
         )
 
 
+def test_a_batch_may_be_shorter_than_the_images_that_the_config_allows() -> None:
+    config = megajax.load('tiny_vlm', ['mesh.data=1', 'mesh.model=1'])
+    batch = {name: np.zeros((8, 16), np.int32) for name in ('tokens', 'labels', 'loss_mask')}
+    with on_mesh(config):
+        placed = megajax.place_batch(batch)
+        params = abstract_state(config).params
+        jax.eval_shape(lambda params: megajax.loss(params, placed, config), params)
+
+
 def test_the_mask_has_weights_of_a_mean() -> None:
     """Also if they are fractions that add up to less than one."""
     config = config_of({}, {}, 'none', dropout=0.0)

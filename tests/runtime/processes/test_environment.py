@@ -19,6 +19,7 @@ from megajax.core.hardware.visible import visible_gpus
 from megajax.runtime.processes import environment
 from megajax.runtime.processes.environment import read_start
 
+READ_ONLY = Path('/sys/kernel/uevent_seqnum')
 SCRIPTS = Path(__file__).parents[3] / 'scripts'
 HAND = {'MEGAJAX_COORDINATOR': 'node1:8476', 'MEGAJAX_PROCESSES': '4', 'MEGAJAX_PROCESS': '3'}
 SLURM = {
@@ -246,6 +247,15 @@ def test_gpus_that_nvidia_smi_cannot_list_are_those_with_a_device_file(
     assert visible_gpus({}) == 2
     assert visible_gpus({'CUDA_VISIBLE_DEVICES': '0'}) == 1
     assert visible_gpus({'JAX_PLATFORMS': 'cpu'}) == 0
+
+
+@pytest.mark.skipif(not READ_ONLY.exists(), reason='needs a file that not even root may write')
+def test_a_gpu_of_another_job_does_not_count(tmp_path, monkeypatch):
+    make_nvidia_smi(tmp_path, 'echo "No devices were found"; exit 6', monkeypatch)
+    (tmp_path / 'nvidia0').symlink_to(READ_ONLY)
+    (tmp_path / 'nvidia1').touch()
+    monkeypatch.setattr(visible, 'DEVICES', tmp_path)
+    assert visible_gpus({}) == 1
 
 
 def test_the_slurm_example_makes_a_token_that_is_on_no_command_line():

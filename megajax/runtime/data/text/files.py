@@ -111,7 +111,10 @@ def check_no_tokens(corpus: str, prefixes: Sequence[str]) -> None:
         prefix = 'their prefix' if len(prefixes) == 1 else 'one of their prefixes'
         blend = ', mix them with data.blend' if len(prefixes) > 1 else ''
         override = typed_override('data.corpus', prefixes[0])
-        fix = f'give {prefix}, {override}{blend}, or move them elsewhere'
+        fix = (
+            f'give {prefix}, {override}{blend}, or move them elsewhere '
+            '(a run that read them as texts then needs run.allow_changed_data=true)'
+        )
         raise mistake('data.corpus', f'{corpus} contains token files ({few}); {fix}')
 
 

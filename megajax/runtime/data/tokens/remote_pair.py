@@ -3,6 +3,7 @@
 PREFIX.idx, the manifest and the tokenizer are copied to the cache when a run starts.
 """
 
+import logging
 from hashlib import sha256
 from typing import NamedTuple
 
@@ -22,6 +23,9 @@ from megajax.runtime.data.tokens.token_ids import first_bad
 VERSION_OF = 'ETag and size of '
 # Suffixes of the token files, and of the files that `megajax data build` writes next to them.
 FILES = '.bin', '.idx', '.json', '.tokenizer.json', '.tokenizer_config.json'
+
+
+logger = logging.getLogger(__name__)
 
 
 class RemotePair(NamedTuple):
@@ -78,7 +82,15 @@ def _exists(url: str) -> bool:
     """Whether a server shows a file; it may deny access to one that does not exist."""
     try:
         patiently(url, lambda: look(url))
-    except (MissingError, RefusedError):
+    except MissingError:
+        return False
+    except RefusedError:
+        if url.endswith('.json'):
+            logger.warning(
+                '%s: access is denied, as some servers do for a missing file; if it exists, tokens '
+                'and tokenizer are not compared without it',
+                url,
+            )
         return False
     return True
 
