@@ -77,6 +77,12 @@ def test_a_folder_that_the_script_could_mistake_is_refused(
     assert done.stderr.endswith(': add run.dir=... to the arguments\n')
 
 
+def test_a_folder_without_spaces_may_be_long(tmp_path: Path, environ: dict[str, str]) -> None:
+    folder = f'/shared/{"folder/" * 20}run'
+    write_config(tmp_path, folder)
+    assert run(tmp_path, environ, 'my.yaml').stdout.endswith(f' run.dir={folder}\n')
+
+
 def test_a_config_with_a_mistake_ends_the_job_before_its_tasks(
     tmp_path: Path, environ: dict[str, str]
 ) -> None:

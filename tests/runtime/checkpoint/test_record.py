@@ -92,7 +92,6 @@ def test_a_text_in_the_tokens_of_a_tokenizer_that_the_config_names_anew_is_the_s
 @pytest.mark.parametrize(
     ('section', 'key', 'value', 'is_said'),
     [
-        ('vision', 'min_patches', 4, False),
         ('vision', 'image_token', 3, False),
         ('relevance', 'total_tokens', 300, False),
         ('relevance', 'regions', (1, 2), False),
