@@ -26,13 +26,17 @@ def detect(program: Program) -> Iterator[Instruction]:
     """
     for _, instruction in places(program):
         is_permute = instruction.opcode in ('collective-permute', 'collective-permute-start')
-        is_asked_for = instruction.op_name.endswith('/ppermute')
         if (
             is_permute
-            and not is_asked_for
+            and not is_asked_for(instruction.op_name)
             and re.search(r'source_target_pairs=\{\s*\}', instruction.attributes)
         ):
             yield instruction
+
+
+def is_asked_for(op_name: str) -> bool:
+    """Return whether a permute with this path is one of the function itself."""
+    return op_name.endswith('/ppermute')
 
 
 def _lower(devices: Sequence[Any]) -> Lowered:
