@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING
 
 from megajax.base.errors import Problem
 from megajax.core.config.divisors import divides, divisors, multiples, nearest
+from megajax.core.config.overlap_rules import PARTS
 
 if TYPE_CHECKING:
     from megajax.core.config.schema import Config
-
-HALVES = 2  # parts of a sequence with train.overlap=sequence_split
 
 
 def model_degrees(config: 'Config') -> list[int]:
@@ -25,7 +24,7 @@ def model_degrees(config: 'Config') -> list[int]:
         sizes += [experts.ffn_size, experts.shared_ffn_size]
     shared = [(model.padded_vocab_size, mesh.model_rows)]
     if mesh.sequence_parallel:
-        parts = HALVES if config.overlap.splits_tokens else mesh.context
+        parts = PARTS if config.overlap.splits_tokens else mesh.context
         shared.append((config.train.seq_len, parts))
     if mesh.exchanges_heads:
         shared.append((model.num_kv_heads, mesh.context))

@@ -255,7 +255,8 @@ def _stateless(
         note_early_end(config, parts, samples, order)
         return batches(samples, order)
     if len(samples) < batch_size:
-        largest = _largest_batch(config, len(samples))
+        multiple = batch_multiple(config)
+        largest = len(samples) // multiple * multiple
         message = (
             f'{batch_size} is more than the {len(samples)} sequences of train.seq_len={seq_len} in '
             f'{sum(part.num_tokens for part in parts)} tokens; '
@@ -263,12 +264,6 @@ def _stateless(
         )
         raise mistake('train.batch_size', message, 'train.seq_len', *CORPUS)
     return batches(samples, stateless_order.shuffled(samples.starts, weights, config.train.seed))
-
-
-def _largest_batch(config: Config, sequences: int) -> int:
-    """Return the largest batch size of the mesh that so many sequences fill; 0 if there is none."""
-    multiple = batch_multiple(config)
-    return sequences // multiple * multiple
 
 
 def _check_documents(
