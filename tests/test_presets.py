@@ -7,9 +7,9 @@ from ruamel.yaml import YAML
 from support import ROOT, exhaustive, load_script, slow
 
 import megajax
-from megajax.core.config import Config
+from megajax.core.config import Config, presets, recipes
 
-presets = load_script('presets', 'scripts')
+script = load_script('presets', 'scripts')
 FAST = ('qwen3_8b',)
 SLOW = 'llama3_8b', 'llama3_70b', 'qwen3_vl_2b'
 
@@ -18,12 +18,12 @@ SLOW = 'llama3_8b', 'llama3_70b', 'qwen3_vl_2b'
     'name',
     [
         name if name in FAST else slow(name) if name in SLOW else exhaustive(name)
-        for name in presets.PRESETS
+        for name in script.PRESETS
     ],
 )
 def test_a_preset_fits_and_no_layout_is_more_than_3_percent_faster(name: str) -> None:
     config = megajax.load(name)
-    plan = megajax.plan(config, gpu=presets.GPU)
+    plan = megajax.plan(config, gpu=script.GPU)
     assert plan.layout.fits
     assert plan.seconds <= 1.03 * plan.layouts[0].seconds
     said = re.search(r'On (\d+) H100s, .* ([\d.]+) s a step and ([\d.]+) GB', text_of(name))
@@ -37,12 +37,19 @@ def text_of(name: str) -> str:
     return (ROOT / f'configs/{name}.yaml').read_text()
 
 
+@pytest.mark.parametrize('name', [*presets(), *recipes()])
+def test_the_learning_rate_of_a_preset_decays(name: str) -> None:
+    optim = megajax.load(name).optim
+    assert optim.schedule != 'constant'
+    assert optim.min_lr <= optim.lr / 5
+
+
 def test_a_layout_is_written_among_the_keys_and_comments_of_a_preset_and_read_back() -> None:
     config = megajax.load('llama3_8b', ['mesh.data=2', 'train.batch_size=16'])
     plan = megajax.plan(config, gpu='h100', gpus=16)
     before = text_of('llama3_8b')
-    after = presets.rewritten(before, plan)
-    assert presets.rewritten(after, plan) == after
+    after = script.rewritten(before, plan)
+    assert script.rewritten(after, plan) == after
     assert after.splitlines()[:2] == before.splitlines()[:2]
     assert layout(plan.fastest()) == layout(read(after))
     kept = [

@@ -94,6 +94,13 @@ def test_a_fraction_of_a_warm_up_is_that_of_the_decay(tmp_path: Path) -> None:
     assert found[:7] == pytest.approx([LR * step / 6.5 for step in range(7)], abs=1e-6 * LR)
 
 
+@pytest.mark.parametrize('style', ['cosine', 'WSD --lr-wsd-decay-iters 20'])
+def test_a_decay_to_the_same_rate_is_constant(style: str, tmp_path: Path) -> None:
+    line = f'--train-iters 50 --lr-warmup-iters 5 --lr-decay-style {style} --min-lr {LR}'
+    _, found = rates_of(line, tmp_path)
+    assert found[5:] == pytest.approx(LR)
+
+
 def test_rates_are_exact_a_million_steps_later(tmp_path: Path) -> None:
     line = '--train-samples 8000003 --lr-decay-style WSD --lr-wsd-decay-style minus_sqrt'
     (tmp_path / 'my.yaml').write_text(

@@ -146,10 +146,14 @@ def _without_unused(
     written: dict[str, Setting], problems: Sequence[Problem], overridden: Mapping[str, Setting]
 ) -> dict[str, Setting]:
     """Return the settings without keys that have no effect, also inside a section's value."""
-    kept, unused = dict(written), {one.path for one in problems if isinstance(one, Unused)}
-    for path in unused - overridden.keys():
+    kept = dict(written)
+    unused = {one.path: one for one in problems if isinstance(one, Unused)}
+    for path in unused.keys() - overridden.keys():
         section, _, key = path.rpartition('.')
-        if path in kept:
+        if (same := unused[path].same) is not None:
+            if overridden.keys().isdisjoint(unused[path].others):
+                kept[path] = Setting(same, '')
+        elif path in kept:
             del kept[path]
         elif section in kept and section not in overridden:
             value = {name: x for name, x in kept[section].value.items() if name != key}

@@ -169,7 +169,7 @@ def _optimizer(config: 'Config') -> Iterator[Problem]:
     if optim.min_lr > optim.lr:
         message = (
             f'{optim.min_lr} exceeds optim.lr={optim.lr}; '
-            f'use at most {optim.lr}, for example {optim.lr / 10:g}'
+            f'use less than {optim.lr}, for example {optim.lr / 10:g}'
         )
         yield Problem('optim.min_lr', message, others=('optim.lr',))
     if optim.warmup_init is not None and optim.warmup_init > optim.lr:

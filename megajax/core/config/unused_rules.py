@@ -3,7 +3,8 @@
 import math
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from megajax.base.errors import Problem
 from megajax.base.render.text import shorten
@@ -14,8 +15,12 @@ if TYPE_CHECKING:
     from megajax.core.config.schema import Config
 
 
+@dataclass(frozen=True)
 class Unused(Problem):
     """A key that has no effect; a config that a run recorded may have such keys (`load.reload`)."""
+
+    # the value that has the same effect, if it is not the default, as long as `others` stay
+    same: Any = None
 
 
 def of_learning_rate(config: 'Config') -> Iterator[Problem]:
@@ -28,6 +33,13 @@ def of_learning_rate(config: 'Config') -> Iterator[Problem]:
     # a constant rate does not use min_lr either, but most presets give it, for any schedule
     if optim.schedule == 'constant':
         yield from _unused(optim, 'optim.decay_steps', schedule, 'optim.schedule=cosine')
+    elif optim.min_lr == optim.lr:
+        message = (
+            f'{optim.schedule} has no effect with optim.min_lr={optim.min_lr:g}, which equals '
+            f'optim.lr; set optim.min_lr={optim.lr / 10:g}, or optim.schedule=constant'
+        )
+        others = 'optim.min_lr', 'optim.lr'
+        yield Unused('optim.schedule', message, others=others, same='constant')
     if not optim.warmup_steps:
         needed = f'optim.warmup_steps={warmup_for(optim, config.train.steps)}'
         yield from _unused(optim, 'optim.warmup_init', 'optim.warmup_steps=0', needed)

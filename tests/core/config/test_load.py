@@ -238,7 +238,7 @@ data: stdlib
             'which mesh.model=3 does not divide; use mesh.model 1'
         ),
         (
-            f'{file}:13: optim.min_lr: 1e-05 exceeds optim.lr=1e-06; use at most 1e-06, '
+            f'{file}:13: optim.min_lr: 1e-05 exceeds optim.lr=1e-06; use less than 1e-06, '
             'for example 1e-07'
         ),
     ]
@@ -396,3 +396,13 @@ def test_recorded_keys_without_effect_are_left_out_and_a_users_are_refused() -> 
         reload(stored, [constant, 'optim.decay_steps=90'], place='record.json')
     with pytest.raises(ConfigError, match='gpipe has no effect'):
         load('tiny_moe', ['train.schedule=gpipe'])
+
+
+def test_a_recorded_schedule_that_never_decays_is_constant() -> None:
+    stored = load('tiny').model_dump(mode='json')
+    low = stored['optim']['min_lr']
+    stored['optim'] |= {'lr': low, 'warmup_steps': 10, 'decay_steps': 100}
+    optim = reload(stored, place='record.json').optim
+    assert (optim.schedule, optim.lr, optim.warmup_steps) == ('constant', low, 10)
+    with pytest.raises(ConfigError, match=r'=0.003: optim.schedule: cosine has no effect'):
+        reload(stored, ['optim.lr=3e-3', 'optim.min_lr=0.003'], place='record.json')

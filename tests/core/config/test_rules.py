@@ -132,7 +132,19 @@ def problems(*overrides: str, base: str = BASE) -> list[Problem]:
             'use 1020 or 1024',
             'train.seq_len=1020',
         ),
-        ('optim.lr=1e-6', 'optim.min_lr', 'use at most 1e-06', 'optim.min_lr=1e-6'),
+        ('optim.lr=1e-6', 'optim.min_lr', 'use less than 1e-06', 'optim.min_lr=1e-7'),
+        (
+            'optim.lr=6e-5',
+            'optim.schedule',
+            'cosine has no effect with optim.min_lr=6e-05, which equals optim.lr',
+            'optim.min_lr=6e-06',
+        ),
+        (
+            'optim.schedule=wsd optim.lr=6e-5',
+            'optim.schedule',
+            'set optim.min_lr=6e-06, or optim.schedule=constant',
+            'optim.schedule=constant',
+        ),
         (
             'train.steps=2000',
             'optim.warmup_steps',

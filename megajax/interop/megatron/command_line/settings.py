@@ -253,11 +253,11 @@ def _schedule(line: Line, steps: int, batch: int, problems: list[str]) -> Keys:
         samples = line.get(f'{what}_samples')
         return line.get(f'{what}_iters') or (samples / batch if samples else None)
 
-    decay = number_of_steps('lr_decay') or line.get('train_iters')
-    decay = decay or line.get('train_samples') / batch
+    decay = number_of_steps('lr_decay') or number_of_steps('train') or steps
     fraction = line.get('lr_warmup_fraction')
     warmup = fraction * decay if fraction else number_of_steps('lr_warmup') or 0
-    init, style = _default(line, 'lr_warmup_init'), _default(line, 'lr_decay_style')
+    init, falls = _default(line, 'lr_warmup_init'), line.arguments['lr'] != _default(line, 'min_lr')
+    style = _default(line, 'lr_decay_style') if falls else 'constant'
     # Megatron-LM's warmup is then one sample, at the full lr
     if style == 'inverse-square-root' and not warmup:
         warmup, init = 1 / batch, line.arguments['lr']
