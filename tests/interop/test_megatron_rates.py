@@ -101,6 +101,15 @@ def test_a_decay_to_the_same_rate_is_constant(style: str, tmp_path: Path) -> Non
     assert found[5:] == pytest.approx(LR)
 
 
+@pytest.mark.parametrize(
+    ('line', 'falls'),
+    [('--lr-decay-style WSD --lr-wsd-decay-samples 4', 20), ('--lr-decay-samples 4', 1)],
+)
+def test_a_decay_within_one_step_is_converted(line: str, falls: int, tmp_path: Path) -> None:
+    _, found = rates_of(f'--train-samples 160 {line}', tmp_path)
+    assert found == pytest.approx([LR] * falls + [LOW] * (SHOWN - falls))
+
+
 def test_rates_are_exact_a_million_steps_later(tmp_path: Path) -> None:
     line = '--train-samples 8000003 --lr-decay-style WSD --lr-wsd-decay-style minus_sqrt'
     (tmp_path / 'my.yaml').write_text(

@@ -43,6 +43,25 @@ def of_learning_rate(config: 'Config') -> Iterator[Problem]:
     if not optim.warmup_steps:
         needed = f'optim.warmup_steps={warmup_for(optim, config.train.steps)}'
         yield from _unused(optim, 'optim.warmup_init', 'optim.warmup_steps=0', needed)
+    yield from _ratios(optim, config.train.steps)
+
+
+def _ratios(optim: 'OptimConfig', steps: int) -> Iterator[Problem]:
+    """Check that no length is a ratio, such as transformers' `warmup_steps=0.03`."""
+    end = optim.decay_steps or steps
+    lengths = {
+        'decay_steps': (steps, 'train.steps', 1),
+        'warmup_steps': (end, 'the schedule', None),
+        'wsd_steps': (end - optim.warmup_steps, 'the steps after warm-up', 1),
+    }
+    if optim.warmup_init is not None:  # of Megatron-LM, whose warm-up may be one sample
+        del lengths['warmup_steps']
+    for name, (whole, phrase, same) in lengths.items():
+        ratio = getattr(optim, name)
+        if ratio is not None and 0 < ratio < 1 < whole:
+            fix = max(1, min(round(ratio * whole), math.ceil(whole) - 1))
+            message = f'{ratio} is less than one step; for {ratio} of {phrase}, use {fix}'
+            yield Unused(f'optim.{name}', message, others=('train.steps',), same=same)
 
 
 def warmup_for(optim: 'OptimConfig', steps: int) -> float:

@@ -398,6 +398,21 @@ def test_recorded_keys_without_effect_are_left_out_and_a_users_are_refused() -> 
         load('tiny_moe', ['train.schedule=gpipe'])
 
 
+@pytest.mark.parametrize(
+    ('key', 'ratio', 'read'),
+    [('warmup_steps', 0.03, 0), ('wsd_steps', 0.1, 1), ('decay_steps', 0.8, 1)],
+)
+def test_a_recorded_ratio_is_the_steps_that_it_was_applied_to(
+    key: str, ratio: float, read: int
+) -> None:
+    stored = load('tiny', ['optim.schedule=wsd', 'optim.warmup_steps=0']).model_dump(mode='json')
+    stored['optim'][key] = ratio
+    optim = reload(stored, place='record.json').optim
+    assert getattr(optim, key) == read
+    with pytest.raises(ConfigError, match='is less than one step'):
+        reload(stored, [f'optim.{key}={ratio}'], place='record.json')
+
+
 def test_a_recorded_schedule_that_never_decays_is_constant() -> None:
     stored = load('tiny').model_dump(mode='json')
     low = stored['optim']['min_lr']

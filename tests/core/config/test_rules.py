@@ -181,6 +181,30 @@ def problems(*overrides: str, base: str = BASE) -> list[Problem]:
             'muon has no matrices to update: lora freezes the layers; use adamw',
             'optim.kind=adamw',
         ),
+        (  # transformers reads a number below 1 as a ratio
+            'train.steps=1000 optim.warmup_steps=0.03',
+            'optim.warmup_steps',
+            '0.03 is less than one step; for 0.03 of the schedule, use 30',
+            'optim.warmup_steps=30',
+        ),
+        (
+            'train.steps=2 optim.warmup_steps=0.9',
+            'optim.warmup_steps',
+            'for 0.9 of the schedule, use 1',
+            'optim.warmup_steps=1',
+        ),
+        (
+            'train.steps=1100 optim.schedule=wsd optim.warmup_steps=100 optim.wsd_steps=0.1',
+            'optim.wsd_steps',
+            '0.1 is less than one step; for 0.1 of the steps after warm-up, use 100',
+            'optim.wsd_steps=100',
+        ),
+        (
+            'train.steps=1000 optim.warmup_steps=0 optim.decay_steps=0.8',
+            'optim.decay_steps',
+            '0.8 is less than one step; for 0.8 of train.steps, use 800',
+            'optim.decay_steps=800',
+        ),
         (
             'optim.warmup_init=1e-2 optim.warmup_steps=9',
             'optim.warmup_init',
@@ -591,6 +615,7 @@ def test_the_warmup_that_is_offered_is_shorter_than_the_schedule(
         f'{GRID} model.num_kv_heads=2 optim.shard=weights mesh.replicas=2',
         'model.position=rope',
         'optim.min_lr=0 optim.schedule=constant',
+        'optim.warmup_steps=0.125 optim.warmup_init=0',  # one sample of a batch of 8
         (
             'model.objective=masked_lm mesh.model=4 mesh.sequence_parallel=true optim.shard=true '
             'model.tie_embeddings=false'

@@ -253,7 +253,7 @@ def _schedule(line: Line, steps: int, batch: int, problems: list[str]) -> Keys:
         samples = line.get(f'{what}_samples')
         return line.get(f'{what}_iters') or (samples / batch if samples else None)
 
-    decay = number_of_steps('lr_decay') or number_of_steps('train') or steps
+    decay = max(number_of_steps('lr_decay') or number_of_steps('train') or steps, 1)
     fraction = line.get('lr_warmup_fraction')
     warmup = fraction * decay if fraction else number_of_steps('lr_warmup') or 0
     init, falls = _default(line, 'lr_warmup_init'), line.arguments['lr'] != _default(line, 'min_lr')
@@ -273,7 +273,7 @@ def _schedule(line: Line, steps: int, batch: int, problems: list[str]) -> Keys:
         problems.append('--lr-decay-style WSD: --lr-wsd-decay-iters is missing')
         return schedule
     return schedule | {
-        'wsd_steps': plain_number(fall),
+        'wsd_steps': plain_number(max(fall, 1)),
         'wsd_decay': _default(line, 'lr_wsd_decay_style'),
     }
 
