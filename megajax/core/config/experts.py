@@ -11,6 +11,7 @@ from megajax.base.errors import Problem
 from megajax.core.config.divisors import divides, divisors, nearest
 from megajax.core.config.section import Elements, Section, Tokens, Unit
 from megajax.core.config.tensor_rules import sharded
+from megajax.core.config.unused_rules import Unused
 
 if TYPE_CHECKING:
     from megajax.core.config.schema import Config
@@ -191,7 +192,7 @@ def _capacity(config: 'Config', experts: ExpertsConfig) -> Iterator[Problem]:
                 f'{experts.capacity_group} needs model.experts.capacity, which is null (no token '
                 'is dropped); set it, or remove model.experts.capacity_group'
             )
-            yield Problem(
+            yield Unused(
                 'model.experts.capacity_group', message, others=('model.experts.capacity',)
             )
         return

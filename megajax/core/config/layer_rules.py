@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from megajax.base.errors import Problem
 from megajax.core.config.divisors import multiples
+from megajax.core.config.unused_rules import Unused
 
 if TYPE_CHECKING:
     from megajax.core.config.schema import Config
@@ -65,4 +66,4 @@ def of_positions(config: 'Config') -> Iterator[Problem]:
             yield Problem(KEY, message, others=('model.position',))
     if model.rope_scaling and all(layer.position == 'none' for layer in model.pattern):
         message = 'has no effect, because no layer has rotary embeddings; remove it'
-        yield Problem('model.rope_scaling', message, others=('model.position', KEY))
+        yield Unused('model.rope_scaling', message, others=('model.position', KEY))

@@ -129,8 +129,10 @@ def _resolve(
     settings, before = written | overridden, [*problems]
     sections, unsettled = validate(settings, file, problems)
     found = incompatibilities(Config.model_construct(**sections), **checked._asdict())
-    if is_recorded and (kept := _without_unused(written, found, overridden)) != written:
-        return _resolve(kept, overridden, file, before, checked, is_recorded=True)
+    if is_recorded:
+        kept, changes = _without_unused(written, overridden, found)
+        if (kept, changes) != (written, overridden):
+            return _resolve(kept, changes, file, before, checked, is_recorded=True)
     for problem in found:
         keys = [problem.path, *problem.others]
         keys += [source for key in keys if key not in settings for source in sources(key)]
@@ -143,10 +145,10 @@ def _resolve(
 
 
 def _without_unused(
-    written: dict[str, Setting], problems: Sequence[Problem], overridden: Mapping[str, Setting]
-) -> dict[str, Setting]:
-    """Return the settings without keys that have no effect, also inside a section's value."""
-    kept = dict(written)
+    written: dict[str, Setting], overridden: dict[str, Setting], problems: Sequence[Problem]
+) -> tuple[dict[str, Setting], dict[str, Setting]]:
+    """Return both settings without written keys that have no effect, also in a section's value."""
+    kept, changes = dict(written), dict(overridden)
     unused = {one.path: one for one in problems if isinstance(one, Unused)}
     for path in unused.keys() - overridden.keys():
         section, _, key = path.rpartition('.')
@@ -155,10 +157,14 @@ def _without_unused(
                 kept[path] = Setting(same, '')
         elif path in kept:
             del kept[path]
-        elif section in kept and section not in overridden:
-            value = {name: x for name, x in kept[section].value.items() if name != key}
-            kept[section] = kept[section]._replace(value=value)
-    return kept
+        elif section in kept:
+            # an override of another key in the section has set it too, at its place in the file
+            for settings in (kept, changes):
+                own = settings.get(section)
+                if own is not None and own.place == kept[section].place:
+                    value = {name: x for name, x in own.value.items() if name != key}
+                    settings[section] = own._replace(value=value)
+    return kept, changes
 
 
 def _place(keys: Sequence[str], settings: Mapping[str, Setting]) -> str | None:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 
 SHORTEST_PAIR = 16  # tokens, the minimum length of a BERT sequence
-OF_MUON = 'momentum', 'nesterov', 'ns_steps', 'ns_coefficients'  # keys of optim
 LARGEST_LOSS_SCALE = 2**32  # Megatron's initial loss scale
 
 
@@ -46,6 +45,7 @@ def incompatibilities(
         rope_rules.of_fraction,
         unused_rules.of_model,
         unused_rules.of_learning_rate,
+        unused_rules.of_muon,
         tensor_rules.of_kv_heads,
         tensor_rules.of_widths,
         _length,
@@ -153,7 +153,8 @@ def _loss_scale(config: 'Config') -> Iterator[Problem]:
             f'{train.loss_scale:g} has no effect with train.dtype={train.dtype} '
             '(loss scaling is for float16); remove it'
         )
-        yield Problem(path, message, others=('train.dtype',))
+        yield unused_rules.Unused(path, message, others=('train.dtype',))
+        return
     below = min(2 ** max(math.floor(math.log2(train.loss_scale)), 0), LARGEST_LOSS_SCALE)
     if train.loss_scale != below:
         near = f'{below} or {2 * below}' if below < train.loss_scale < LARGEST_LOSS_SCALE else below
@@ -187,15 +188,6 @@ def _muon(config: 'Config') -> Iterator[Problem]:
             frozen = 'vision.freeze' if is_frozen else 'lora'
             message = f'muon has no matrices to update: {frozen} freezes the layers; use adamw'
             yield Problem('optim.kind', message, others=(frozen,))
-        return
-    for key in OF_MUON:
-        value = getattr(optim, key)
-        if value != type(optim).model_fields[key].default:
-            message = (
-                f'{shorten(str(value))} has no effect with optim.kind={optim.kind}; '
-                'remove it, or set optim.kind=muon'
-            )
-            yield Problem(f'optim.{key}', message, others=('optim.kind',))
 
 
 def _schedule(optim: 'OptimConfig', steps: int) -> Iterator[Problem]:

@@ -64,6 +64,15 @@ def _ratios(optim: 'OptimConfig', steps: int) -> Iterator[Problem]:
             yield Unused(f'optim.{name}', message, others=('train.steps',), same=same)
 
 
+def of_muon(config: 'Config') -> Iterator[Problem]:
+    """Check that keys of Muon have an effect."""
+    optim = config.optim
+    if optim.kind != 'muon':
+        for name in ('momentum', 'nesterov', 'ns_steps', 'ns_coefficients'):
+            kind = f'optim.kind={optim.kind}'
+            yield from _unused(optim, f'optim.{name}', kind, 'optim.kind=muon')
+
+
 def warmup_for(optim: 'OptimConfig', steps: int) -> float:
     """Return a warm-up for a message to offer: a tenth of the schedule, and at most 100 steps."""
     end = optim.decay_steps or steps

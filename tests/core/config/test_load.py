@@ -399,6 +399,28 @@ def test_recorded_keys_without_effect_are_left_out_and_a_users_are_refused() -> 
 
 
 @pytest.mark.parametrize(
+    ('effective', 'override', 'own'),
+    [
+        ('optim.kind=muon optim.momentum=0.9', 'optim.kind=adamw', 'optim.momentum=0.9'),
+        ('train.dtype=float16 train.loss_scale=8', 'train.dtype=bfloat16', 'train.loss_scale=8'),
+        (
+            'model.experts.capacity=1.0 model.experts.capacity_group=64',
+            'model.experts.capacity=null',
+            'model.experts.capacity_group=64',
+        ),
+    ],
+)
+def test_an_override_takes_the_effect_of_recorded_keys_away(
+    effective: str, override: str, own: str
+) -> None:
+    stored = load('tiny_moe', effective.split()).model_dump(mode='json')
+    assert reload(stored, [override], place='record.json') == load('tiny_moe', [override])
+    path = own.partition('=')[0]
+    with pytest.raises(ConfigError, match=f'override {own}: {path}: '):
+        reload(stored, [override, own], place='record.json')
+
+
+@pytest.mark.parametrize(
     ('key', 'ratio', 'read'),
     [('warmup_steps', 0.03, 0), ('wsd_steps', 0.1, 1), ('decay_steps', 0.8, 1)],
 )

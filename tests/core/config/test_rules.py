@@ -5,6 +5,7 @@ import re
 import pytest
 
 from megajax.core.config import ConfigError, Problem, dump, load
+from megajax.core.config.unused_rules import Unused
 
 # 12 heads of 64, hidden 768, ffn 3072, vocabulary 50257 -> 51200, seq 1024, batch 512 = 8 x 4 x 16
 BASE = 'gpt2_124m'
@@ -531,6 +532,8 @@ def test_the_message_offers_what_works(wrong: str, path: str, offer: str, right:
     (problem,) = [problem for problem in problems(*wrong.split()) if problem.path == path]
     assert offer in problem.message
     assert problem.place in [f'override {override}' for override in wrong.split()]
+    is_part = path in ('model.layers', 'model.rope_scaling')  # the key has an effect
+    assert isinstance(problem, Unused) or is_part or 'has no effect' not in problem.message
     assert path not in [problem.path for problem in problems(*wrong.split(), right)]
 
 
