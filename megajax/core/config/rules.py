@@ -177,17 +177,17 @@ def _optimizer(config: 'Config') -> Iterator[Problem]:
         message = f'{optim.warmup_init} exceeds optim.lr={optim.lr}; use at most {optim.lr}, or 0'
         yield Problem('optim.warmup_init', message, others=('optim.lr',))
     yield from _schedule(optim, steps)
-    yield from _muon(config)
+    if optim.kind == 'muon' and (key := what_freezes_layers(config)):
+        message = f'muon has no matrices to update: {key} freezes the layers; use adamw'
+        yield Problem('optim.kind', message, others=(key,))
 
 
-def _muon(config: 'Config') -> Iterator[Problem]:
-    optim, vision = config.optim, config.vision
-    if optim.kind == 'muon':
-        is_frozen = vision is not None and 'decoder' in vision.freeze and not vision.is_crossed
-        if is_frozen or config.lora is not None:
-            frozen = 'vision.freeze' if is_frozen else 'lora'
-            message = f'muon has no matrices to update: {frozen} freezes the layers; use adamw'
-            yield Problem('optim.kind', message, others=(frozen,))
+def what_freezes_layers(config: 'Config') -> str | None:
+    """Return the key that freezes all matrices of the decoder's layers, or None."""
+    vision = config.vision
+    if vision is not None and 'decoder' in vision.freeze and not vision.is_crossed:
+        return 'vision.freeze'
+    return 'lora' if config.lora is not None else None
 
 
 def _schedule(optim: 'OptimConfig', steps: int) -> Iterator[Problem]:

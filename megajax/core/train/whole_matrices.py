@@ -17,7 +17,8 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
-from megajax.core.config import Config
+from megajax.core.config import Config, mistake
+from megajax.core.config.rules import what_freezes_layers
 from megajax.core.counts.declaration import Parameter
 from megajax.core.counts.parameters import dim_sizes
 from megajax.core.counts.whole_matrices import Form, Part, parts_of
@@ -172,8 +173,11 @@ def on_whole_matrices(
     so are gate, up, and the matrices of each expert.
 
     The state of `matrices` is spread over the devices. A run can resume with this state only on the
-    same mesh and with the same ZeRO stage.
+    same mesh and with the same ZeRO stage. Raises ConfigError if the config freezes the layers.
     """
+    if key := what_freezes_layers(config):
+        message = 'freezes the layers, so on_whole_matrices has no matrices to update; remove it'
+        raise mistake(key, f'{message}, or use an optimizer without on_whole_matrices')
     # `matrices` may treat rows and columns differently
     whole = WholeMatrices(config, may_turn=False)
 

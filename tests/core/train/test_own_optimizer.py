@@ -19,7 +19,7 @@ from support import (
     slow,
 )
 
-from megajax.core.config import Config
+from megajax.core.config import Config, ConfigError, load
 from megajax.core.train.feed import place_batch
 from megajax.core.train.optimizer import learning_rate, make_optimizer
 from megajax.core.train.step import init_state, make_train_step
@@ -131,6 +131,16 @@ def test_each_matrix_has_its_own_state() -> None:
                 for name, x in gather(gradients).items()
             }
             assert_close(gather(updates), expected, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ('preset', 'override', 'key'),
+    [('tiny', 'lora.rank=8', 'lora'), ('tiny_vlm', 'vision.freeze=[decoder]', 'vision.freeze')],
+)
+def test_frozen_layers_have_no_whole_matrices(preset: str, override: str, key: str) -> None:
+    config = load(preset, [override])
+    with pytest.raises(ConfigError, match=f'^{key}: freezes the layers'):
+        on_whole_matrices(config, shampoo(), others=optax.identity())
 
 
 def test_a_step_takes_any_optimizer() -> None:
