@@ -7,7 +7,6 @@ from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, Po
 from megajax.core.config.section import (
     DecayRate,
     Denominator,
-    Fraction,
     Point,
     PointFromZero,
     Section,
@@ -55,7 +54,7 @@ class OptimConfig(Section):
     """Decay rate of AdamW's second moment."""
     eps: Denominator = 1e-8
     """Epsilon in AdamW's denominator."""
-    momentum: Fraction = 0.95
+    momentum: DecayRate = 0.95
     """Decay rate of Muon's momentum."""
     nesterov: bool = True
     """Whether Muon's momentum is Nesterov's."""
