@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 
 from megajax.commands.main import app
 from megajax.core.config import Config, ConfigError, load
+from megajax.core.train.loss_scale import GROWTH_STEPS, HYSTERESIS, SMALLEST
+from megajax.core.train.scaling import WINDOW
 from megajax.interop.megatron.command_line.arguments import read_arguments
 from megajax.interop.megatron.command_line.line import KNOWN, read_line
 from megajax.interop.megatron.command_line.to_config import from_megatron
@@ -245,6 +247,17 @@ def test_the_file_has_what_the_line_sets_and_names_what_it_leaves_out(tmp_path: 
     assert '--no-rope-fusion: XLA chooses and fuses kernels' in text
     assert "--use-flash-attn: attention on a GPU is cuDNN's flash attention, or XLA's" in text
     assert 'give --gpus N' in text
+
+
+def test_constants_of_scaling_are_told_megajaxs_own() -> None:
+    line = '--fp16 --loss-scale-window 200 --min-loss-scale 128 --fp8-margin 2'
+    text = ' '.join(convert(SMALL + line).replace('\n#', '').split())
+    assert (
+        f'--min-loss-scale 128: the loss scale doubles after {GROWTH_STEPS} steps, halves at the '
+        f'{HYSTERESIS}nd overflow, and is at least {SMALLEST:g}'
+    ) in text
+    own = f'delayed scales follow from the largest values of {WINDOW} steps, without a margin'
+    assert f'--fp8-margin 2: {own}' in text
 
 
 def test_dropout_in_attention_is_written_with_what_it_costs() -> None:

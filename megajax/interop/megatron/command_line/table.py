@@ -148,7 +148,8 @@ NO_MEANING: Mapping[str, str] = {
         fp32_tokentypes fp32_allreduce fp16_lm_cross_entropy disable_bf16_reduced_precision_matmul
         main_grads_dtype main_params_dtype no_fp32_embedding grad_scaling_factor
     """,
-    'dynamic loss scaling has these constants': """
+    # `core/train/loss_scale.py`
+    'the loss scale doubles after 1000 steps, halves at the 2nd overflow, and is at least 1': """
         hysteresis loss_scale_window min_scale min_loss_scale dynamic_loss_scale
     """,
     'layers are recomputed one by one': """
@@ -161,7 +162,8 @@ NO_MEANING: Mapping[str, str] = {
         reuse_grad_buf_for_mxfp8_param_ag torch_fsdp2_no_reshard_after_forward
         suggested_communication_unit_size no_gradient_reduce_div_fusion
     """,
-    'delayed scaling has these constants': """
+    # `core/train/scaling.py`
+    'delayed scales follow from the largest values of 1024 steps, without a margin': """
         fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo
     """,
     'the vocabulary is padded to a multiple of 1024 on every mesh': """
