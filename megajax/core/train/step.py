@@ -22,7 +22,7 @@ from megajax.core.train.gradients import make_gradients
 from megajax.core.train.guard import Guard, init_guard, judge
 from megajax.core.train.loss_scale import LossScale, adjust, init_loss_scale, overflows
 from megajax.core.train.optimizer import make_optimizer, make_schedule
-from megajax.core.train.own_optimizer import on_any_mesh
+from megajax.core.train.own_optimizer import own_update
 from megajax.core.train.scaling import are_finite, init_recent, nothing_seen, remember, scales_of
 from megajax.core.train.zero import between_steps
 from megajax.xla.miscompiles import mesh_target
@@ -112,11 +112,11 @@ def make_train_step(
     (`nll`) and sentence-order loss. If loss or gradients are not finite, parameters and optimizer
     stay the same, bit for bit; also after a spike, unless `train.spike` is off.
 
-    An `optimizer` replaces `optim.kind`, clipping and weight decay. `lr` in the metrics is
-    `learning_rate(config)` of the updates applied so far, which the optimizer should use.
+    An `optimizer` replaces `optim.kind`, clipping, weight decay and `optim.moments_dtype`. `lr` in
+    the metrics is `learning_rate(config)` of the updates applied so far, which it should use.
     """
     config = resolved(config, on_gpu=mesh_target() in GPUS)
-    update = make_optimizer(config).update if optimizer is None else on_any_mesh(optimizer.update)
+    update = make_optimizer(config).update if optimizer is None else own_update(optimizer, config)
     schedule = make_schedule(config.optim, config.train.steps)
     gradients = make_gradients(config)
 

@@ -26,6 +26,7 @@ from megajax.core.config.overlap_rules import resolved
 from megajax.core.hardware.records import check_dtype, hardware_of
 from megajax.core.parallel.mesh import mesh_for
 from megajax.core.parallel.placements import placements
+from megajax.core.train.own_optimizer import check_keys
 from megajax.core.train.step import TrainState, init_state
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
 from megajax.runtime.checkpoint.hf_files import Companions
@@ -123,6 +124,8 @@ def run(
     """
     check_wandb(config)
     check_best_interval(config)
+    if optimizer is not None:
+        check_keys(config)
     clock = Clock()
     with (
         StopWatch(config.run.max_minutes) as stop,

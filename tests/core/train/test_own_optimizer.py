@@ -19,6 +19,7 @@ from support import (
     slow,
 )
 
+import megajax
 from megajax.core.config import Config, ConfigError, load
 from megajax.core.train.feed import place_batch
 from megajax.core.train.optimizer import learning_rate, make_optimizer
@@ -157,6 +158,13 @@ def test_a_step_takes_any_optimizer() -> None:
     sizes = np.abs(np.concatenate([x.ravel() for x in moved.values()]))
     assert sizes.max() == pytest.approx(rate, rel=1e-2)
     assert ((sizes > 0.9 * rate) | (sizes == 0)).all()
+
+
+def test_a_dtype_of_moments_that_an_own_optimizer_would_ignore_is_rejected() -> None:
+    config = load('tiny', ['optim.moments_dtype=bfloat16'])
+    for start in make_train_step, megajax.train:
+        with pytest.raises(ConfigError, match=r'^optim\.moments_dtype: bfloat16 has no effect'):
+            start(config, optimizer=optax.lion(1e-3))
 
 
 @pytest.mark.parametrize(
