@@ -80,8 +80,14 @@ def warmup_for(optim: 'OptimConfig', steps: int) -> float:
 
 
 def of_training(config: 'Config') -> Iterator[Problem]:
-    """Check that the scaling of fp8 and a schedule of stages have an effect."""
-    train = config.train
+    """Check that the scaling of fp8, a schedule of stages and a dtype of sums have an effect."""
+    train, reduce_dtype = config.train, config.optim.reduce_dtype
+    if reduce_dtype != 'float32' and config.lora is not None:
+        message = (
+            f'{reduce_dtype} has no effect with lora, whose gradients are summed in float32; '
+            'remove it'
+        )
+        yield Unused('optim.reduce_dtype', message, others=('lora',))
     if train.dtype != 'fp8':
         dtype = f'train.dtype={train.dtype}'
         yield from _unused(train, 'train.fp8_scaling', dtype, 'train.dtype=fp8')

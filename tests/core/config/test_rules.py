@@ -177,6 +177,12 @@ def problems(*overrides: str, base: str = BASE) -> list[Problem]:
             'train.dtype=fp8',
         ),
         (
+            'optim.reduce_dtype=bfloat16 lora.rank=8',
+            'optim.reduce_dtype',
+            'bfloat16 has no effect with lora, whose gradients are summed in float32; remove it',
+            'optim.reduce_dtype=float32',
+        ),
+        (
             'optim.kind=muon lora.rank=8 lora.alpha=16',
             'optim.kind',
             'muon has no matrices to update: lora freezes the layers; use adamw',
