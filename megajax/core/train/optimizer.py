@@ -93,5 +93,8 @@ def _since(point: float, step: Any) -> Any:
 
 
 def decays(params: Any) -> Any:
-    """Return a tree of booleans: whether a parameter decays, as all do but `Role.VECTOR`."""
+    """Return a tree of booleans, the mask of weight decay for an optimizer of your own.
+
+    All parameters decay except biases, norms, attention sinks, and the gates of cross-attention.
+    """
     return map_parameters(lambda declared, _: declared.decays, params)

@@ -160,6 +160,19 @@ def test_a_step_takes_any_optimizer() -> None:
     assert ((sizes > 0.9 * rate) | (sizes == 0)).all()
 
 
+def test_the_mask_of_weight_decay_excludes_biases_and_norms() -> None:
+    config = make_config('gpt', 2, 2, optim={'shard': 'weights'})
+    lion = optax.lion(1.0, weight_decay=0.5, mask=megajax.decays)
+    with on_mesh(config):
+        params = random_params(config, std=0.05)
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        moved = gather(jax.jit(lion.update)(zeros, jax.jit(lion.init)(params), params)[0])
+        before = gather(params)
+    for name, x in before.items():
+        is_vector = 'norm' in name or name.endswith('bias')
+        np.testing.assert_array_equal(moved[name], -0.5 * x * (not is_vector), err_msg=name)
+
+
 def test_a_dtype_of_moments_that_an_own_optimizer_would_ignore_is_rejected() -> None:
     config = load('tiny', ['optim.moments_dtype=bfloat16'])
     for start in make_train_step, megajax.train:
