@@ -171,7 +171,7 @@ def _in_muon(sizes: Sizes) -> Held:
     """
     pools = pools_of(sizes.config)
     needed = [pool.whole * (2 * prod(pool.form.shape) + pool.form.shape[0] ** 2) for pool in pools]
-    received = [pool.count * pool.piece for pool in pools if pool.num_devices > 1]
+    received = [prod(pool.gathered) for pool in pools if pool.num_devices > 1]
     return Held(
         gradients=FLOAT32 * sizes.at_rest.learned_layers,
         workspace=sizes.itemsize * (max(needed, default=0) + sum(received)),

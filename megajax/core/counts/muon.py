@@ -27,8 +27,10 @@ class Pool:
     """The matrices of one form on a device."""
 
     form: Form
-    count: int  # number of matrices of a group, with padding
+    matrices: int  # number of matrices of a group
+    count: int  # the same with padding
     copies: int  # number of devices that hold the same pieces
+    by_elements: bool  # see `Form.by_elements`
 
     @property
     def whole(self) -> int:
@@ -45,6 +47,13 @@ class Pool:
         """The elements of a piece."""
         return prod(self.form.padded_shape) // self.form.num_pieces
 
+    @property
+    def gathered(self) -> tuple[int, int]:
+        """The number of matrices whose updates a device gets, and the elements of each."""
+        if self.by_elements:
+            return self.matrices, self.piece + -self.piece % self.copies
+        return self.count, self.piece
+
 
 @functools.cache
 def pools_of(config: Config) -> tuple[Pool, ...]:
@@ -54,8 +63,9 @@ def pools_of(config: Config) -> tuple[Pool, ...]:
     layout, found = Layout.of(config), []
     for form, parts in pools(config).items():
         (copies,) = layout.sizes_of([form.copies(layout)])
-        count, devices = sum(part.count for part in parts), copies * form.num_pieces
-        found.append(Pool(form, count + -count % devices, copies))
+        count = sum(part.count for part in parts)
+        padded, by_elements = form.padded(count, layout), form.by_elements(count, layout)
+        found.append(Pool(form, count, padded, copies, by_elements))
     return tuple(found)
 
 
@@ -63,14 +73,16 @@ def exchanges(config: Config) -> Iterator[Expected]:
     """Yield the exchanges of each pool, and the gathers by devices with the same pieces."""
     layout, dtype = Layout.of(config), 'f32' if config.train.dtype == 'float32' else 'bf16'
     for pool in pools_of(config):
-        for kind, axes, times in (
-            (EXCHANGE, pool.form.pieces, 2),
-            (GATHER, pool.form.copies(layout), 1),
+        copies, part = pool.form.copies(layout), (pool.count // pool.copies, pool.piece)
+        in_parts = pool.count // pool.copies, pool.gathered[1]
+        for kind, axes, times, shape in (
+            (EXCHANGE, pool.form.pieces, 2, part),
+            (EXCHANGE, copies if pool.by_elements else (), 1, in_parts),
+            (GATHER, copies, 1, pool.gathered),
         ):
             if axis := axes_text(config, *axes):
-                count = pool.count // pool.copies if kind == EXCHANGE else pool.count
-                site, array = Site('optimizer', 'step', axis), Array(dtype, (count, pool.piece))
-                yield Expected.over(config, site, kind, array, times)
+                site = Site('optimizer', 'step', axis)
+                yield Expected.over(config, site, kind, Array(dtype, shape), times)
 
 
 def over_tensor_parallel(config: Config) -> Iterator[Expected]:

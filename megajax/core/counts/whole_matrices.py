@@ -72,6 +72,21 @@ class Form(NamedTuple):
         taken = {*self.groups, *self.pieces}
         return tuple(axis for axis, size in layout.sizes if size > 1 and axis not in taken)
 
+    def padded(self, count: int, layout: Layout) -> int:
+        """Return the number of matrices of a group with zeros: a multiple of its devices."""
+        (copies,) = layout.sizes_of([self.copies(layout)])
+        return count + -count % (copies * self.num_pieces)
+
+    def by_elements(self, count: int, layout: Layout) -> bool:
+        """Return whether each device with the same pieces gathers a part of every matrix.
+
+        This sends no zeros, but first takes an exchange. Otherwise, it gathers some matrices of
+        each of the others.
+        """
+        (copies,) = layout.sizes_of([self.copies(layout)])
+        padded = self.padded(count, layout)
+        return padded + count * copies < padded * copies
+
 
 @dataclasses.dataclass(frozen=True)
 class Part:

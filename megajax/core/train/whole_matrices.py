@@ -2,11 +2,11 @@
 
 Each pool (`core/counts/whole_matrices.py`) is exchanged once each way, by an all-to-all between the
 devices that hold pieces of its matrices. Devices that hold the same pieces, such as replicas, each
-take a different share of the matrices, and all-gather the results.
+take a different share of the matrices, and all-gather the results. If too much of that is padding,
+they first exchange the matrices for a part of every matrix.
 """
 
 from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 import jax
@@ -57,7 +57,15 @@ class WholeMatrices:
 
     def scatter(self, pools: Pools, like: Any) -> Any:
         """Return the matrices of pools in a tree like `like`, from which they were gathered."""
-        pieces = {form: self._cut(pool, form) for form, pool in pools.items()}
+        counts = dict.fromkeys(pools, 0)
+
+        def count(declared: Parameter, x: jax.Array) -> jax.Array:
+            for part in self._parts(declared):
+                counts[part.form] += part.count
+            return x
+
+        map_parameters(count, like)
+        pieces = {form: self._cut(pool, form, counts[form]) for form, pool in pools.items()}
         taken = dict.fromkeys(pools, 0)
 
         def take(declared: Parameter, _: jax.Array) -> jax.Array:
@@ -115,8 +123,8 @@ class WholeMatrices:
         """Return pieces [group, matrix, piece, element] as whole matrices [matrix, row, column]."""
         copies, spread, of_groups = form.copies(self._layout), self._spread(form), form.groups
         x = jnp.concatenate(pieces, axis=1)
-        devices = prod(self._layout.sizes_of([spread]))
-        x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % devices), (0, 0), (0, 0)])
+        more = form.padded(x.shape[1], self._layout) - x.shape[1]
+        x = jnp.pad(x, [(0, 0), (0, more), (0, 0), (0, 0)])
         x = self._reshard(x, of_groups, copies, form.pieces, ())
         x = self._reshard(x, of_groups, spread, (), ())  # an all-to-all
         shape = [size for half in (0, 1) for size in (dim.split[half] for dim in form.dims)]
@@ -126,8 +134,11 @@ class WholeMatrices:
         x = self._reshaped(x, (-1, *form.padded_shape), (every, (), ()))
         return x[:, : form.shape[0], : form.shape[1]]
 
-    def _cut(self, x: jax.Array, form: Form) -> jax.Array:
-        """Return whole matrices as pieces [group, matrix, piece, element], without padding."""
+    def _cut(self, x: jax.Array, form: Form, count: int) -> jax.Array:
+        """Return whole matrices as pieces [group, matrix, piece, element].
+
+        At least the first `count` matrices of each group are among them.
+        """
         copies, spread, of_groups = form.copies(self._layout), self._spread(form), form.groups
         more = [a - b for a, b in zip(form.padded_shape, form.shape, strict=True)]
         x = jnp.pad(x, [(0, 0), *((0, count) for count in more)])
@@ -137,7 +148,12 @@ class WholeMatrices:
         shape = form.num_groups, len(x) // form.num_groups, form.num_pieces, -1
         x = self._reshaped(x, shape, (of_groups, spread, (), ()))
         x = self._reshard(x, of_groups, copies, form.pieces, ())  # an all-to-all
-        return self._reshard(x, of_groups, (), form.pieces, ())
+        size = x.shape[-1]
+        if form.by_elements(count, self._layout):
+            (parts,) = self._layout.sizes_of([copies])
+            x = jnp.pad(x, [(0, 0), (0, 0), (0, 0), (0, -size % parts)])
+            x = self._reshard(x, of_groups, (), form.pieces, copies)[:, :count]  # an all-to-all
+        return self._reshard(x, of_groups, (), form.pieces, ())[..., :size]
 
     def _spread(self, form: Form) -> Axes:
         """The mesh axes over which the matrices of a group are spread."""

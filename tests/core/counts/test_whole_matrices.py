@@ -55,6 +55,32 @@ def test_replicas_gather_the_results_of_their_shares() -> None:
     }
 
 
+def test_zeros_are_not_gathered() -> None:
+    """288 square matrices and 144 others are padded to 512 each, for 512 devices."""
+    config = megajax.load('megatron_8.3b', ['optim.kind=muon'])
+    d, n, r = 3072, 8, 64
+    sent = [(one.kind, one.site.axis, one.times * one.wire_bytes) for one in exchanges(config)]
+    total: dict[tuple[str, str], float] = {}
+    for kind, axis, size in sent:
+        total[kind, axis] = total.get((kind, axis), 0.0) + size
+    padded = 512 * (d * d + 4 * d * d)
+    assert total == {
+        (EXCHANGE, 'model'): 2 * 2 * padded * (n - 1) / (r * n**2),
+        (EXCHANGE, 'data'): 2 * padded * (r - 1) / (n * r**2),
+        (GATHER, 'data'): 2 * num_matrix_elements(config) * (r - 1) / (n * r),
+    }
+
+
+@pytest.mark.parametrize('matrices', [5, 7, 8, 9, 60, 63, 64])
+def test_what_is_gathered_has_the_fewest_bytes(matrices: int) -> None:
+    config = megajax.load('tiny', ['mesh.data=8', 'optim.kind=muon', 'train.batch_size=8'])
+    form, layout = next(iter(pools(config))), Layout.of(config)
+    padded = form.padded(matrices, layout)
+    whole, in_parts = padded * 7 / 8, padded / 8 * 7 / 8 + matrices * 7 / 8
+    assert padded % 8 == 0
+    assert form.by_elements(matrices, layout) == (in_parts < whole)
+
+
 @pytest.mark.parametrize(
     'overrides', [*EIGHT, 'mesh.data=8', 'mesh.data=8 mesh.replicas=4 optim.shard=weights']
 )
