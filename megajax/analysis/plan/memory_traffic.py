@@ -216,7 +216,7 @@ def traffic_of_weights(
     yield Traffic(name='gradient norm', bytes=4 * own, times=1)
     # The parameter and its moments are read and written; the gradient is read.
     pools = pools_of(config)
-    of_muon = sum(pool.count * pool.piece for pool in pools)
+    of_muon = sum(pool.matrices * pool.piece for pool in pools)
     moments = 2 * BYTES[optim.moments_dtype]
     yield Traffic(name=optim.kind, bytes=(12 + 2 * moments) * own - moments * of_muon, times=1)
     if of_muon:
@@ -225,5 +225,6 @@ def traffic_of_weights(
         whole = sum(pool.whole * prod(pool.form.shape) for pool in pools)
         squares = sum(pool.whole * pool.form.shape[0] ** 2 for pool in pools)
         in_iterations = optim.ns_steps * (3 * whole + 3 * squares)
+        moved = 8 * sum(prod(pool.gathered) for pool in pools)
         size = 4 if config.train.dtype == 'float32' else 2
-        yield Traffic(name='Muon', bytes=size * (8 * of_muon + in_iterations), times=1)
+        yield Traffic(name='Muon', bytes=size * (moved + in_iterations), times=1)

@@ -9,6 +9,7 @@ import pytest
 
 import megajax
 from megajax.analysis.plan.memory import StepMemory, kept_by_layer, largest_microbatch, memory
+from megajax.analysis.plan.memory_traffic import traffic_of_weights
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.sizes import Sizes
 from megajax.analysis.plan.time import step_time
@@ -242,6 +243,19 @@ def test_muon_needs_the_matrices_of_its_largest_pool_twice_and_their_gram_matric
     # In a mesh, a device iterates on a share, and receives its pieces of all matrices.
     shared = memory(config('megatron_1.2b', 'optim.kind=muon', data=8, model=1, recompute='full'))
     assert shared.workspace == needed.workspace // 8 + 2 * 40 * 12 * 1536**2
+
+
+def test_zeros_that_pad_a_pool_of_muon_are_neither_received_nor_moments() -> None:
+    sizes = 'model.num_layers=5', 'model.vocab_size=1024'
+    adamw, muon = (
+        config('megatron_1.2b', f'optim.kind={kind}', *sizes, data=8, model=1, recompute='full')
+        for kind in ('adamw', 'muon')
+    )
+    d, needed = 1536, memory(muon)  # 20 square matrices are padded to 24, and 10 others to 16
+    assert needed.moment == 'optimizer'
+    assert needed.workspace == 2 * (2 * (2 * 4 * d**2 + d**2) + 5 * 12 * d**2)
+    of_kind = {x.name: x.bytes for one in (adamw, muon) for x in traffic_of_weights(one)}
+    assert of_kind['adamw'] - of_kind['muon'] == 2 * 4 * 5 * 12 * d**2
 
 
 def test_muon_stores_one_moment_of_the_matrices_of_layers_and_takes_longer() -> None:
