@@ -6,10 +6,9 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from support import make_config, on_mesh
+from support import make_config, on_mesh, random_params
 
 from megajax.core.config import Config
-from megajax.core.train.step import init_state
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
 from megajax.runtime.data.text.tokenizer import byte_tokenizer
 
@@ -35,7 +34,7 @@ def chain_config(max_seq_len: int = 64, **data: object) -> Config:
 def write_chain(run: Path, follows: Mapping[int, int], config: Config) -> None:
     """Make a run whose layers add nothing: the output is the embedding, and the head its next."""
     with on_mesh(config):
-        params = init_state(config).params
+        params = random_params(config, std=0.05)
         zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params)
         table_VD = np.random.default_rng(0).standard_normal(zeros['embedding']['table'].shape)
         head_VD = np.zeros_like(table_VD)

@@ -188,6 +188,7 @@ def test_every_learning_rate_has_a_smooth_step(optim):
     assert {make_schedule(smooth.optim, 10)(step).item() for step in range(10)} == {1.0}
 
 
+@pytest.mark.slow
 def test_a_result_that_the_compiler_changes_is_found(monkeypatch):
     """The step without the barrier before a bias, and with a factor after it (`scaled_bias.py`)."""
     if not ask(SCALED_BIAS, 'h100').is_faulty:

@@ -3,7 +3,7 @@
 import pytest
 
 import megajax
-from megajax.analysis.plan.accepted import accepted
+from megajax.analysis.plan.accepted import accepted, rejection
 from megajax.analysis.plan.layouts import Mesh, changed
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.programs import MEGAJAX
@@ -91,12 +91,14 @@ GRID = 'mesh.model_rows=2', 'mesh.model=2', 'mesh.sequence_parallel=true', 'opti
         (('mesh.data=4', 'mesh.replicas=2', *GRID), 'set mesh.replicas=1, or mesh.model_rows=1'),
     ],
 )
-def test_a_plan_of_a_layout_gives_the_error_that_training_raises(overrides, message):
+def test_a_layout_has_the_error_that_training_raises(overrides, message):
     config = load('gpt2_345m', ['train.batch_size=24', 'train.microbatches=1', *overrides])
-    plan = megajax.plan(config, gpu='h100')
-    if message is None:
-        assert plan.train_error is None
-        assert 'train rejects' not in str(plan)
-    else:
-        assert message in plan.train_error
-        assert f'train rejects this layout: {plan.train_error}'[:100] in str(plan)
+    error = rejection(config, Cluster.of(hardware('h100'), config.mesh.num_devices))
+    assert message in error if message else not error
+
+
+def test_a_plan_prints_the_error_that_training_raises():
+    overrides = 'train.batch_size=24', 'train.microbatches=1', *ACROSS
+    plan = megajax.plan(load('gpt2_345m', overrides), gpu='h100')
+    assert 'or mesh.allow_model_across_hosts=true' in plan.train_error
+    assert f'train rejects this layout: {plan.train_error}'[:100] in str(plan)

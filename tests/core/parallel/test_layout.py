@@ -9,7 +9,7 @@ import jax
 import optax
 import pytest
 from jax import P
-from support import ROOT, by_name, exhaustive, make_config, on_mesh, slow
+from support import ROOT, by_name, exhaustive, make_config, on_mesh, random_params, slow
 
 from megajax.core.counts.parameters import num_parameters
 from megajax.core.parallel.layout import STAGES, UNSHARDED, Layout
@@ -85,7 +85,7 @@ def test_every_parameter_and_both_its_moments_lie_where_the_table_says(
 def test_a_device_holds_its_share_of_what_is_sharded_and_all_of_the_rest(name, data, model, table):
     config = make_config(name, data, model)
     with on_mesh(config):
-        params = by_name(init_state(config).params)
+        params = by_name(random_params(config, std=0.05))
     total = 4 * num_parameters(config.model, padded=True)
     sharded = sum(x.nbytes for parameter, x in params.items() if 'model' in table[parameter])
     assert sum(x.nbytes for x in params.values()) == total

@@ -20,6 +20,7 @@ from support import (
     make_batch,
     on_mesh,
     random_params,
+    random_state,
     slow,
 )
 from vlm import SP, vlm
@@ -106,7 +107,7 @@ def test_a_step_changes_only_what_is_not_frozen_and_keeps_no_moments_of_the_rest
 ) -> None:
     config = vlm(2, 2, **SP, vision={'freeze': freeze}, **sections)
     with on_mesh(config):
-        state = init_state(config)
+        state = random_state(config)
         before = gather(state.params)
         for moment in ('mu', 'nu'):
             names = by_name(optax.tree_utils.tree_get(state.opt_state, moment))
@@ -124,7 +125,7 @@ def test_the_gradient_norm_is_of_what_is_learned() -> None:
     config = vlm(vision={'freeze': ('decoder',)})
     _, found = gradients(config)
     with on_mesh(config):
-        state = init_state(config, random_params(config, std=0.05))
+        state = random_state(config)
         _, metrics = make_train_step(config)(state, place_batch(make_batch(config)))
     norm = np.sqrt(sum(np.square(x.astype(np.float64)).sum() for x in found.values()))
     np.testing.assert_allclose(float(metrics['grad_norm']), norm, rtol=1e-5)

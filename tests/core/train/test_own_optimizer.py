@@ -183,7 +183,7 @@ def test_a_dtype_of_moments_that_an_own_optimizer_would_ignore_is_rejected() -> 
 @pytest.mark.parametrize(
     'optimizer',
     [
-        optax.contrib.prodigy(1e-2),  # dot products of all parameters
+        slow(optax.contrib.prodigy(1e-2)),  # dot products of all parameters
         optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(1.0)),  # norms of rows
     ],
     ids=['prodigy', 'adaptive_grad_clip'],

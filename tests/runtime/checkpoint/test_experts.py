@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from support import make_config, on_mesh
+from support import make_config, on_mesh, random_state
 
 from megajax.core.config import Config, ConfigError
 from megajax.core.train.step import init_state
@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a checkpoint in which the first expert of each layer has all tokens."""
     folder, config = tmp_path_factory.mktemp('experts'), experts()
     with on_mesh(config), Checkpoints(folder, config) as checkpoints:
-        state = init_state(config)
+        state = random_state(config)
         assert state.load is not None
         checkpoints.save(state._replace(load=jax.nn.one_hot(np.zeros(2, int), 8)), 1)
     return folder

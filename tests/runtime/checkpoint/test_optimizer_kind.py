@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from checkpoints import LAYOUTS, equal, laid_out, make_state, staged, tiny
-from support import on_mesh, slow
+from support import on_mesh, random_params, slow
 
 from megajax.core.config import Config, ConfigError
 from megajax.core.parallel.layout import Layout
@@ -72,7 +72,7 @@ def test_an_optimizer_given_by_hand_is_restored_and_no_other(tmp_path: Path) -> 
     config, other = tiny(2, 2, optim={'shard': 'weights'}), tiny(2, 1)
     lion = optax.lion(1e-3)
     with on_mesh(config), Checkpoints(tmp_path, config, optimizer=lion) as checkpoints:
-        state = init_state(config, optimizer=lion)
+        state = init_state(config, random_params(config, std=0.05), optimizer=lion)
         moments = jax.jit(lambda moments: jax.tree.map(lambda x: x + 1, moments))(state.opt_state)
         checkpoints.save(state._replace(opt_state=moments), 1)
     with on_mesh(other):
@@ -92,7 +92,7 @@ def test_the_state_of_whole_matrices_restores_on_its_mesh_only(tmp_path: Path) -
 
     config, other = tiny(2, 2, optim={'shard': 'weights'}), tiny(1, 4)
     with on_mesh(config), Checkpoints(tmp_path, config, optimizer=optimizer(config)) as checkpoints:
-        state = init_state(config, optimizer=optimizer(config))
+        state = init_state(config, random_params(config, std=0.05), optimizer=optimizer(config))
         checkpoints.save(state, 1)
         before = [(x.shape, x.sharding) for x in jax.tree.leaves(state.opt_state)]
         restored = checkpoints.restore(1).opt_state
@@ -108,7 +108,7 @@ def test_the_state_of_whole_matrices_restores_on_its_mesh_only(tmp_path: Path) -
 def numbered(config: Config, optimizer: optax.GradientTransformation) -> TrainState:
     """The first state, with other numbers in each array of the optimizer; zeros are its padding."""
     state, layout, random = (
-        init_state(config, optimizer=optimizer),
+        init_state(config, random_params(config, std=0.05), optimizer=optimizer),
         Layout.of(config),
         np.random.default_rng(0),
     )
