@@ -226,8 +226,8 @@ NAMES = {'eos_token': '<|endoftext|>', 'clean_up_tokenization_spaces': False}
 @pytest.mark.parametrize(
     ('image', 'written', 'expected'),
     [
-        ('<image>', None, {'extra_special_tokens': {'image_token': '<image>'}}),
-        ('<|image_pad|>', None, {}),
+        ('<image>', {}, {'extra_special_tokens': {'image_token': '<image>'}}),
+        ('<|image_pad|>', {}, {}),
         ('<image>', NAMES, {'extra_special_tokens': {'image_token': '<image>'}}),
         (
             '<image>',
@@ -237,22 +237,31 @@ NAMES = {'eos_token': '<|endoftext|>', 'clean_up_tokenization_spaces': False}
         ('<image>', NAMES | {'image_token': '<a>'}, {'image_token': '<a>'}),
     ],
 )
-def test_an_export_names_its_token_for_an_image(
-    image: str, written: dict[str, Any] | None, expected: dict[str, Any], tmp_path: Path
+def test_the_token_for_an_image_is_named_if_it_is_not_the_usual_one(
+    image: str, written: dict[str, Any], expected: dict[str, Any], tmp_path: Path
 ) -> None:
+    file = tmp_path / 'tokenizer_config.json'
+    file.write_text(json.dumps(written))
+    _name_image_token(file, image)
+    assert image_names(file) == expected
+
+
+def test_an_export_names_its_token_for_an_image(tmp_path: Path) -> None:
     folder = tmp_path / 'model'
     folder.mkdir()
     keys = config_json() | {'image_token_id': 257}
     (folder / 'config.json').write_text(json.dumps(keys))
     save_file(tensors(), folder / 'model.safetensors')
-    tokenizer = byte_tokenizer((image,))
-    tokenizer.save(folder / 'tokenizer.json')
-    if written is not None:
-        (folder / 'tokenizer_config.json').write_text(json.dumps(written))
+    byte_tokenizer(('<image>',)).save(folder / 'tokenizer.json')
     import_huggingface(folder, tmp_path / 'run', ['vision.max_patches=16'])
     export_huggingface(tmp_path / 'run', tmp_path / 'out')
-    found = json.loads((tmp_path / 'out' / 'tokenizer_config.json').read_text())
-    assert {key: x for key, x in found.items() if 'image' in str((key, x))} == expected
+    found = image_names(tmp_path / 'out' / 'tokenizer_config.json')
+    assert found == {'extra_special_tokens': {'image_token': '<image>'}}
+
+
+def image_names(file: Path) -> dict[str, Any]:
+    """What a tokenizer_config.json says of the token for an image."""
+    return {key: x for key, x in json.loads(file.read_text()).items() if 'image' in str((key, x))}
 
 
 def test_transformers_finds_the_token_for_an_image(tmp_path: Path) -> None:

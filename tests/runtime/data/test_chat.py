@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import slow
 
 from megajax.core.config import ConfigError
 from megajax.core.config.extras import install
@@ -178,12 +179,14 @@ def test_a_namespace_refuses_names_with_an_underscore_as_in_transformers() -> No
     'loop',
     [
         '{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}',
-        '{% for a in range(99999) %}{% for b in range(99999) %}{% set c = a * b %}{% endfor %}'
-        '{% endfor %}',
+        slow(
+            '{% for a in range(99999) %}{% for b in range(99999) %}{% set c = a * b %}{% endfor %}'
+            '{% endfor %}'
+        ),
         '{% macro two(n) %}{% if n %}{{ two(n - 1) }}{{ two(n - 1) }}{% endif %}{% endmacro %}'
         '{{ two(60) }}',
         '{{ 7 ** (7 ** (7 ** 7)) }}',
-        '{{ (range(99999) | list * 900) | sum }}' * 50,
+        slow('{{ (range(99999) | list * 900) | sum }}' * 50),
     ],
 )
 def test_a_template_that_loops_is_ended_with_file_and_line(
