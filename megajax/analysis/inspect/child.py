@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from megajax.core.config import Config, ConfigError
 from megajax.core.config.extras import install
+from megajax.core.hardware.cpu_flags import with_collective_limit
 from megajax.core.hardware.tpus import ENVIRONMENT, TPUS
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def call_in_child(
     other way.
     """
     environment = os.environ | {'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '3'}
+    environment['XLA_FLAGS'] = with_collective_limit(os.environ.get('XLA_FLAGS', ''))
     environment |= ENVIRONMENT if target in TPUS else {}
     command = [sys.executable, '-m', module, *map(str, arguments)]
     with tempfile.TemporaryFile('w+') as errors:

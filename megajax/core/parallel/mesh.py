@@ -17,6 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from megajax.core.config import Config, ConfigError, mistake
 from megajax.core.config.extras import install
 from megajax.core.config.rules import incompatibilities
+from megajax.core.hardware.cpu_flags import with_collective_limit
 from megajax.core.hardware.memory import claim_gpu_memory
 from megajax.core.hardware.visible import visible_gpus
 from megajax.core.parallel.hosts import Hosts, check_hosts, data_shards, nvlink_domain
@@ -250,15 +251,11 @@ def _simulate_cpu_devices(count: int) -> None:
     simulated: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
     if jax.distributed.is_initialized() or count <= simulated:
         return
-    # Simulated devices wait for each other at each collective. On a busy machine one may be late,
-    # and XLA's default timeout would end the process.
-    patience = '--xla_cpu_collective_call_terminate_timeout_seconds'
     flags = os.environ.get('XLA_FLAGS', '')
     # jax's own setting takes precedence over this XLA flag, which also sets the device count.
     asked = re.search(r'--xla_force_host_platform_device_count=(\d+)', flags)
     count = max(count, int(asked[1]) if asked else 0)
-    if patience not in flags:
-        os.environ['XLA_FLAGS'] = f'{flags} {patience}=600'.strip()
+    os.environ['XLA_FLAGS'] = with_collective_limit(flags)
     with contextlib.suppress(RuntimeError):  # jax already has its devices; make_mesh counts them
         jax.config.update('jax_num_cpu_devices', count)
 

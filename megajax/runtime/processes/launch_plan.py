@@ -10,6 +10,7 @@ from importlib.metadata import entry_points
 
 from megajax.base.errors import ConfigError
 from megajax.core.config.extras import install
+from megajax.core.hardware.cpu_flags import with_collective_limit
 from megajax.core.hardware.visible import visible_gpus
 from megajax.runtime.processes.environment import (
     BIND,
@@ -21,8 +22,6 @@ from megajax.runtime.processes.environment import (
     PROCESSES,
 )
 from megajax.runtime.processes.launchers import find_place
-
-PATIENCE = '--xla_cpu_collective_call_terminate_timeout_seconds'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,15 +151,11 @@ def _gpus_of(index: int, devices: int, environ: Mapping[str, str]) -> dict[str, 
 
 
 def _cpus_of(index: int, devices: int, environ: Mapping[str, str]) -> dict[str, str]:
-    variables = {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': str(devices)}
-    # Simulated devices wait for each other at each collective. On a busy machine, one may be late,
-    # and XLA would end the process after its default timeout.
-    flags = environ.get('XLA_FLAGS', '')
-    return (
-        variables
-        if PATIENCE in flags
-        else {**variables, 'XLA_FLAGS': f'{flags} {PATIENCE}=600'.strip()}
-    )
+    return {
+        'JAX_PLATFORMS': 'cpu',
+        'JAX_NUM_CPU_DEVICES': str(devices),
+        'XLA_FLAGS': with_collective_limit(environ.get('XLA_FLAGS', '')),
+    }
 
 
 def _free_port() -> int:

@@ -15,12 +15,14 @@ from typing import Any
 import jax
 
 from megajax.base.files.bounded_json import parse_json
+from megajax.core.hardware.cpu_flags import LIMIT
 from megajax.core.hardware.records import hardware
 from megajax.xla.miscompiles.entry import Miscompile
 
 # XLA flags that do not change the compiled program.
 _IRRELEVANT = (
     '--xla_dump',
+    LIMIT,
     '--xla_force_host_platform_device_count',
     '--xla_gpu_cuda_data_dir',
     '--xla_gpu_kernel_cache_file',

@@ -8,6 +8,7 @@ import pytest
 
 from megajax.analysis.inspect.child import call_in_child
 from megajax.core.config import ConfigError
+from megajax.core.hardware.cpu_flags import LIMIT
 
 
 @pytest.fixture
@@ -45,6 +46,21 @@ def test_the_caller_works_while_its_child_does(
 
 def test_a_child_is_on_the_cpu(call: Callable[..., list[str]]) -> None:
     assert call('import os; print(os.environ["JAX_PLATFORMS"])') == ['cpu']
+
+
+@pytest.mark.parametrize(
+    ('own', 'then'),
+    [
+        ('', f'{LIMIT}=600'),
+        ('--xla_cpu_enable_fast_math=false', f'--xla_cpu_enable_fast_math=false {LIMIT}=600'),
+        (f'{LIMIT}=7', f'{LIMIT}=7'),
+    ],
+)
+def test_its_devices_may_be_late_for_a_collective(
+    own: str, then: str, call: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv('XLA_FLAGS', own)
+    assert call('import os; print(os.environ["XLA_FLAGS"])') == [then]
 
 
 def test_what_it_refuses_is_refused_here_line_by_line(call: Callable[..., list[str]]) -> None:

@@ -4,6 +4,7 @@ that.
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from jax import P
 from jax.sharding import NamedSharding
 from support import AS_SHIPPED
 
+from megajax.core.hardware.cpu_flags import LIMIT
 from megajax.core.hardware.targets import WITHOUT_GPU, gpu_devices, has_compiler
 from megajax.xla.hlo.program import Program
 from megajax.xla.miscompiles import REGISTER, answers, ask, detect
@@ -138,6 +140,7 @@ def test_an_answer_is_kept_for_the_same_compiler_and_flags(
     kept['answer']['why'] = 'kept'
     file.write_text(json.dumps(kept))
     ask.cache_clear()
+    monkeypatch.setenv('XLA_FLAGS', f'{os.environ["XLA_FLAGS"]} {LIMIT}=7')  # changes no program
     assert ask(SMALL_DOT, 'cpu') == dataclasses.replace(answer, why='kept')
     monkeypatch.setenv('XLA_FLAGS', '--xla_cpu_multi_thread_eigen=false')
     assert answers.read(answers.identity(SMALL_DOT, 'cpu')) is None
