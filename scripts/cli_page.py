@@ -22,8 +22,8 @@ these tables is off or unset.
 
 ## Exit codes
 
-Every command exits with one of these codes. The codes above 2 come from `train` and `launch`, and
-4 also from commands that read a checkpoint.
+Every command exits with one of these codes. The codes above 2 come from `train` and `launch`,
+4 also from commands that read a checkpoint, and 75 also from `inspect fuzz`.
 
 | code | meaning | what to do |
 |---|---|---|
@@ -39,8 +39,8 @@ Every command exits with one of these codes. The codes above 2 come from `train`
 If a crash such as SIGSEGV ends a process, `launch` exits with 128 plus the signal's number, as a
 shell does. It exits with 75 after SIGKILL, which the kernel sends if memory runs out, and after
 SIGABRT, with which jax ends a process whose coordinator is gone: a restart may help. A process that
-`launch` did not start exits with 134 after SIGABRT. `data build` exits with 130 after Ctrl-C; the
-same command resumes it.
+`launch` did not start exits with 134 after SIGABRT. `data build` and `inspect fuzz` exit with 130
+after Ctrl-C; the same command resumes them.
 """  # noqa: E501
 
 

@@ -1,5 +1,6 @@
 """`megajax inspect fuzz`: parse, call, render."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -75,15 +76,19 @@ def fuzz(
 
     check_target(target)
     progress = Console(stderr=True, highlight=False)
-    cases = run.fuzz(
-        out,
-        seed=seed,
-        count=count,
-        target=target,
-        fixed=fixed or (),
-        jobs=jobs,
-        reports=reports,
-        say=lambda case: progress.print(line(case), style='dim', markup=False, soft_wrap=True),
-    )
+    try:
+        cases = run.fuzz(
+            out,
+            seed=seed,
+            count=count,
+            target=target,
+            fixed=fixed or (),
+            jobs=jobs,
+            reports=reports,
+            say=lambda case: progress.print(line(case), style='dim', markup=False, soft_wrap=True),
+        )
+    except KeyboardInterrupt:
+        print('interrupted: the same command continues', file=sys.stderr)
+        raise typer.Exit(130) from None
     Console(highlight=False).print(tables(cases), soft_wrap=True, markup=False)
     raise typer.Exit(1 if any(case.is_finding for case in cases) else 0)

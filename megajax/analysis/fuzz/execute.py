@@ -6,8 +6,10 @@
 import gc
 import itertools
 import json
+import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Iterable, Mapping
@@ -79,6 +81,8 @@ def _main(
     jax.config.update('jax_traceback_in_locations_limit', 1)
     # The default action also works inside a compiler, where Python runs no handler.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # otherwise it is ignored
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.freeze()  # the collector need not visit modules
     gc.set_threshold(OBJECTS)
     for _, layouts in itertools.groupby(numbers, lambda number: number // LAYOUTS):
@@ -108,4 +112,7 @@ def _executed_or_explained(
 
 
 if __name__ == '__main__':
-    _main(**json.loads(Path(sys.argv[1]).read_text()))
+    task = Path(sys.argv[1])
+    # The parent removes this folder, also if a signal ends this process.
+    os.environ['TMPDIR'], tempfile.tempdir = str(task.parent), None
+    _main(**json.loads(task.read_text()))

@@ -3,10 +3,11 @@
 import collections
 import itertools
 import json
+import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import jax
@@ -14,11 +15,13 @@ import jax
 from megajax.analysis.fuzz.case import Case, Key
 from megajax.analysis.fuzz.draw import LAYOUTS, draw
 from megajax.analysis.fuzz.execute import BEGUN, DONE, FOUND
-from megajax.analysis.inspect.child import call_in_child
+from megajax.analysis.inspect.child import STOPS, EndedBySignal, call_in_child
+from megajax.base.errors import StopRequested
 from megajax.base.files.outputs import with_folder
 from megajax.core.config import ConfigError
 from megajax.xla.emulate.result import NOT_FOUND
 
+EXECUTE = 'megajax.analysis.fuzz.execute'  # the module that a process runs
 MOST_STEPS = 40  # most steps per process, because compilers do not return all of their memory
 ENDED = 'the process ended: '
 MOST_CHARACTERS = 2000  # most characters of the error with which a process ends
@@ -62,6 +65,9 @@ def fuzz(
     others are appended. `say` is called with each case when it is done. With `reports`, each
     finding is minimized and bisected, and gets a folder in `reports`; a finding that `file` has
     without this is executed again.
+
+    Ctrl-C and an error end all processes. A step that a signal such as SIGTERM ends is not a case,
+    and StopRequested is raised.
     """
     wanted: dict[Key, int] = {
         (seed, number, target, tuple(fixed), jax.__version__): number for number in range(count)
@@ -85,10 +91,18 @@ def fuzz(
 
     task: dict[str, object] = {'seed': seed, 'target': target, 'fixed': [*fixed]}
     task['reports'] = None if reports is None else str(reports)
+    children = _Children()
     with ThreadPoolExecutor(jobs) as pool:
         at_once = max(1, min(MOST_STEPS // LAYOUTS, len(left) // jobs))
-        for done in [pool.submit(_worker, left, at_once, task, lock, keep) for _ in range(jobs)]:
-            done.result()
+        given = left, at_once, task, lock, keep, children
+        try:
+            for done in as_completed([pool.submit(_worker, *given) for _ in range(jobs)]):
+                done.result()
+        except BaseException:
+            with lock:
+                left.clear()
+            children.end()
+            raise
     return [found[key] for key in wanted]
 
 
@@ -104,12 +118,32 @@ def _end_line(file: Path) -> None:
         file.write_text(text[: text.rfind('\n') + 1])
 
 
+class _Children:
+    """The processes of all threads."""
+
+    def __init__(self) -> None:
+        self._started = list[subprocess.Popen[str]]()
+        self._is_over = threading.Event()
+
+    def add(self, child: subprocess.Popen[str]) -> None:
+        self._started.append(child)
+        if self._is_over.is_set():
+            child.terminate()
+
+    def end(self) -> None:
+        """End all processes, also one that a thread starts later."""
+        self._is_over.set()
+        for child in [*self._started]:
+            child.terminate()
+
+
 def _worker(
     left: collections.deque[list[int]],
     at_once: int,
     task: dict[str, object],
     lock: threading.Lock,
     keep: Callable[[Case], None],
+    children: _Children,
 ) -> None:
     while True:
         with lock:
@@ -118,11 +152,14 @@ def _worker(
         if not numbers:
             return
         while numbers:
-            numbers = _in_child(numbers, task, keep)
+            numbers = _in_child(numbers, task, keep, children)
 
 
 def _in_child(
-    numbers: list[int], task: dict[str, object], keep: Callable[[Case], None]
+    numbers: list[int],
+    task: dict[str, object],
+    keep: Callable[[Case], None],
+    children: _Children,
 ) -> list[int]:
     """Execute steps in one process, and return the numbers that are left after a crash."""
     begun: list[int] = []
@@ -138,14 +175,16 @@ def _in_child(
             keep(Case.model_validate_json(line.removeprefix(DONE)))
             done.add(begun[-1])
 
-    with tempfile.NamedTemporaryFile('w', suffix='.json') as file:
-        file.write(json.dumps(task | {'numbers': numbers}))
-        file.flush()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, 'task.json')
+        file.write_text(json.dumps(task | {'numbers': numbers}))
         try:
-            call_in_child(
-                'megajax.analysis.fuzz.execute', file.name, target=str(task['target']), say=hear
-            )
+            call_in_child(EXECUTE, file, target=str(task['target']), say=hear, started=children.add)
         except RuntimeError as error:
+            if isinstance(error, EndedBySignal) and error.signal in STOPS:
+                raise StopRequested(
+                    f'{error.signal} ended a process; the same command continues'
+                ) from error
             if not begun or begun[-1] in done:  # the process ended between two steps
                 raise
             why = f'{ENDED}{str(error)[-MOST_CHARACTERS:]}'

@@ -23,7 +23,17 @@ if TYPE_CHECKING:
 
 # Why a signal ends a compiler.
 CAUSES = {'SIGALRM': ' (it took too long)', 'SIGKILL': ' (the system does this if memory runs out)'}
+# Signals with which a person, a terminal or a scheduler ends a process.
+STOPS = 'SIGINT', 'SIGTERM', 'SIGHUP'
 MARK = 'megajax config: '  # before each line of a ConfigError, since plugins write to stderr too
+
+
+class EndedBySignal(RuntimeError):  # noqa: N818
+    """A child that a signal ended; `signal` is its name, such as SIGKILL."""
+
+    def __init__(self, name: str, message: str):
+        self.signal = name
+        super().__init__(message)
 
 
 def compile_in_child(
@@ -48,13 +58,15 @@ def call_in_child(
     target: str,
     say: Callable[[str], None] | None = None,
     meanwhile: Callable[[], object] = lambda: None,
+    started: Callable[[subprocess.Popen[str]], object] = lambda child: None,
 ) -> None:
     """Run `python -m module arguments` on the CPU, and call `meanwhile` as soon as it has started;
     `say` gets each line that it prints.
 
-    Raises ConfigError if cuDNN's library is missing or the child raises a ConfigError, and
-    RuntimeError with the child's errors, and the signal if one ended it, if the child fails in any
-    other way.
+    `started` gets the process, so that a different thread can end it. An exception in a callback,
+    or Ctrl-C, ends the child. Raises ConfigError if cuDNN's library is missing or the child raises
+    a ConfigError, EndedBySignal if a signal ends it, and RuntimeError if it fails in any other way;
+    the last two have the child's errors.
     """
     environment = os.environ | {'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '3'}
     environment['XLA_FLAGS'] = with_collective_limit(os.environ.get('XLA_FLAGS', ''))
@@ -66,10 +78,15 @@ def call_in_child(
         )
         assert child.stdout is not None
         with child:
-            meanwhile()
-            for line in child.stdout:
-                if say is not None:
-                    say(line.rstrip())
+            try:
+                started(child)
+                meanwhile()
+                for line in child.stdout:
+                    if say is not None:
+                        say(line.rstrip())
+            except BaseException:
+                child.terminate()  # the end of the block waits for the child
+                raise
         errors.seek(0)
         output = errors.read()
     if 'cuDNN not found' in output:
@@ -83,8 +100,8 @@ def call_in_child(
         )
     if child.returncode < 0:
         name = signal.Signals(-child.returncode).name
-        raise RuntimeError(
-            f'{name} ended the compilation for {target}{CAUSES.get(name, "")}:\n{output}'
+        raise EndedBySignal(
+            name, f'{name} ended the compilation for {target}{CAUSES.get(name, "")}:\n{output}'
         )
     if child.returncode:
         raise RuntimeError(f'the step did not compile for {target}:\n{output}')

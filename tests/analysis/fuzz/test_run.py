@@ -1,8 +1,15 @@
 """A file of random steps is continued, and its findings decide the exit code."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -13,6 +20,8 @@ from megajax.analysis.fuzz.case import Case, Worst
 from megajax.analysis.fuzz.draw import LAYOUTS, draw
 from megajax.analysis.fuzz.execute import BEGUN, DONE, FOUND
 from megajax.analysis.fuzz.run import fuzz, read
+from megajax.analysis.inspect.child import STOPS, EndedBySignal
+from megajax.base.errors import StopRequested
 from megajax.core.config import ConfigError
 from megajax.core.hardware.targets import has_compiler
 
@@ -56,14 +65,15 @@ def children(monkeypatch: pytest.MonkeyPatch, ends: Callable[[int], str]) -> lis
     started: list[list[int]] = []
     done = case(0)
 
-    def child(module, file, *, target, say):
+    def child(module, file, *, target, say, **_):
         task = json.loads(Path(file).read_text())
         assert (module, target, task['seed']) == ('megajax.analysis.fuzz.execute', 'h100', 3)
         started.append(task['numbers'])
         for number in task['numbers']:
             say(f'{BEGUN}{number}')
             if why := ends(number):
-                raise RuntimeError(why)
+                name = why.split()[-1]
+                raise EndedBySignal(name, why) if name.startswith('SIG') else RuntimeError(why)
             say('a line of the compiler')
             say(f'{DONE}{done.model_copy(update={"number": number}).model_dump_json()}')
 
@@ -87,10 +97,83 @@ def test_a_step_that_ends_its_process_fails_and_another_process_does_the_rest(
     assert found == read(file) == said
 
 
+@pytest.mark.parametrize('name', STOPS)
+def test_a_signal_that_stops_a_process_is_no_finding_and_starts_no_other(
+    tmp_path, monkeypatch, name
+):
+    started = children(monkeypatch, lambda number: name if number == 1 else '')
+    file = tmp_path / 'it.jsonl'
+    with pytest.raises(StopRequested, match=f'{name} ended a process; the same command continues'):
+        fuzz(file, seed=3, count=9 * LAYOUTS, target='h100')
+    assert [each.number for each in read(file)] == [0]
+    assert len(started) == 1
+
+
+SLOW = f"""
+import os, pathlib, time
+print('{BEGUN}0', flush=True)
+pathlib.Path('at', str(os.getpid())).touch()
+time.sleep(300)
+"""
+COMMAND = """
+import pathlib, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background ignores it
+from megajax.analysis.fuzz import run
+run.EXECUTE = 'slow'
+run.fuzz(pathlib.Path('it.jsonl'), seed=3, count=40, target='h100', jobs=2)
+"""
+
+
+def test_ctrl_c_ends_all_processes_and_stores_nothing(tmp_path):
+    (tmp_path / 'slow.py').write_text(SLOW)
+    (at := tmp_path / 'at').mkdir()
+    command = [sys.executable, '-c', COMMAND]
+    with subprocess.Popen(command, cwd=tmp_path, process_group=0, stderr=subprocess.PIPE) as done:
+        until = time.monotonic() + 100
+        while len([*at.iterdir()]) < 2 and time.monotonic() < until:
+            time.sleep(0.05)
+        os.killpg(done.pid, signal.SIGINT)
+        assert done.wait(60) == -signal.SIGINT
+    assert len([*at.iterdir()]) == 2
+    for process in at.iterdir():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(process.name), 0)
+    assert (tmp_path / 'it.jsonl').exists() is False
+
+
+def test_the_command_exits_with_130_after_ctrl_c(tmp_path, monkeypatch):
+    if not has_compiler():
+        pytest.skip("needs XLA's GPU compiler")
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, 'fuzz', interrupted)
+    done = run_here('inspect', 'fuzz', 1, '--out', tmp_path / 'it.jsonl')
+    assert (done.returncode, done.stderr) == (130, 'interrupted: the same command continues\n')
+
+
+def test_an_error_ends_the_other_processes(tmp_path, monkeypatch):
+    waiting, ended = threading.Event(), threading.Event()
+
+    def child(module, file, *, started, say, **_):
+        if 0 in json.loads(Path(file).read_text())['numbers']:
+            waiting.wait(60)
+            raise RuntimeError('no memory')
+        started(SimpleNamespace(terminate=ended.set))
+        waiting.set()
+        assert ended.wait(60)
+        raise EndedBySignal('SIGTERM', '')
+
+    monkeypatch.setattr(run, 'call_in_child', child)
+    with pytest.raises(RuntimeError, match='no memory'):
+        fuzz(tmp_path / 'it.jsonl', seed=3, count=2 * LAYOUTS, target='h100', jobs=2)
+
+
 def test_a_finding_is_kept_if_explaining_it_ends_the_process(tmp_path, monkeypatch):
     wrong = case(0, 'wrong')
 
-    def child(module, file, *, target, say):
+    def child(module, file, *, say, **_):
         say(f'{BEGUN}0')
         say(f'{FOUND}{wrong.model_dump_json()}')
         raise RuntimeError('SIGSEGV')
