@@ -135,6 +135,15 @@ class UnreachableError(RunError):
     exit_code = 75
 
 
+class ResourceError(RunError):
+    """A machine without enough memory or disk space for `inspect fuzz`.
+
+    The exit code means: start the command again.
+    """
+
+    exit_code = 75
+
+
 class MiscompileError(RunError):
     """A step that XLA has compiled incorrectly. Do not retry."""
 

@@ -1,16 +1,21 @@
 """`megajax inspect fuzz`: parse, call, render."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
+from megajax.base.errors import ResourceError
 from megajax.base.files.outputs import check_outputs
 from megajax.core.config import ConfigError
 from megajax.core.hardware.records import record_name
 from megajax.core.hardware.tpus import TPUS
+
+if TYPE_CHECKING:
+    from megajax.analysis.fuzz.case import Case
 
 Count = Annotated[int, typer.Argument(metavar='COUNT', min=1, help='Number of random steps.')]
 Fixed = Annotated[
@@ -90,5 +95,20 @@ def fuzz(
     except KeyboardInterrupt:
         print('interrupted: the same command continues', file=sys.stderr)
         raise typer.Exit(130) from None
-    Console(highlight=False).print(tables(cases), soft_wrap=True, markup=False)
-    raise typer.Exit(1 if any(case.is_finding for case in cases) else 0)
+    if cases:
+        Console(highlight=False).print(tables(cases), soft_wrap=True, markup=False)
+    raise typer.Exit(_code(cases, count))
+
+
+def _code(cases: Sequence['Case'], count: int) -> int:
+    """Return the exit code, and print the number of steps that have no case."""
+    if missing := count - len(cases):
+        print(
+            f'error: {missing:,} of {count:,} steps were not executed: SIGKILL ended their '
+            'process, which the system does if memory runs out; run the same command with fewer '
+            '--jobs',
+            file=sys.stderr,
+        )
+    if any(case.is_finding for case in cases):
+        return 1
+    return ResourceError.exit_code if missing else 0

@@ -20,9 +20,11 @@ import jax
 from megajax.analysis.fuzz.case import Case, Worst
 from megajax.analysis.fuzz.draw import LAYOUTS, MOST_DEVICES, draw
 from megajax.analysis.fuzz.explain import explained
+from megajax.analysis.inspect.child import NO_CUDNN
 from megajax.analysis.inspect.emulated_step import EmulatedStep
 from megajax.analysis.inspect.result import Compared
 from megajax.analysis.inspect.tolerances import has_16_bits
+from megajax.base.errors import reason
 from megajax.core.config import Config, ConfigError
 
 PATIENCE = 1800  # seconds after which a step counts as hanging, even on a busy machine
@@ -30,8 +32,9 @@ MOST_LINES = 12  # most lines of a traceback
 OBJECTS = 100_000  # new objects after which Python collects; tracing a step makes many
 # Other steps use the other cores: waiting for the compiler's threads costs CPU time.
 ONE_THREAD = {'xla_gpu_force_compilation_parallelism': 1}
-# These precede a number, a Case as JSON that is still to be explained, and the final Case.
-BEGUN, FOUND, DONE = 'begun ', 'found ', 'done '
+# These precede a number, a Case as JSON that is still to be explained, the final Case, and the
+# reason why this machine cannot execute steps.
+BEGUN, FOUND, DONE, UNABLE = 'begun ', 'found ', 'done ', 'unable '
 
 
 def executed(config: Config, target: str) -> dict[str, Worst]:
@@ -44,7 +47,10 @@ def executed(config: Config, target: str) -> dict[str, Worst]:
 
 
 def case(config: Config, told: Mapping[str, object], target: str) -> Case:
-    """Execute the step of a config and return its case; `told` has the fields already known."""
+    """Execute the step of a config and return its case; `told` has the fields already known.
+
+    Raises the error if the machine is at fault: too little memory or disk space, or no cuDNN.
+    """
     start, cpu = time.perf_counter(), time.process_time()
     found: dict[str, object] = {'target': target, 'jax_version': jax.__version__}
     found['config'] = config.model_dump(mode='json', exclude_unset=True)
@@ -54,7 +60,9 @@ def case(config: Config, told: Mapping[str, object], target: str) -> Case:
         found |= results | {'verdict': 'right' if is_right else 'wrong'}
     except ConfigError as error:
         found |= {'verdict': 'rejected', 'message': str(error)}
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError | MemoryError) or NO_CUDNN in str(error):
+            raise  # a fault of the machine
         lines = traceback.format_exc().splitlines()[-MOST_LINES:]
         found |= {'verdict': 'failed', 'message': '\n'.join(line[:500] for line in lines)}
     spent = {'seconds': time.perf_counter() - start, 'cpu_seconds': time.process_time() - cpu}
@@ -85,10 +93,20 @@ def _main(
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.freeze()  # the collector need not visit modules
     gc.set_threshold(OBJECTS)
+    _execute_all(seed, target, fixed, numbers, reports)
+
+
+def _execute_all(
+    seed: int, target: str, fixed: list[str], numbers: Iterable[int], reports: str | None
+) -> None:
     for _, layouts in itertools.groupby(numbers, lambda number: number // LAYOUTS):
         for number in layouts:
             print(f'{BEGUN}{number}', flush=True)
-            found = _executed_or_explained(seed, number, fixed, target, reports)
+            try:
+                found = _executed_or_explained(seed, number, fixed, target, reports)
+            except (OSError, MemoryError) as error:
+                print(f'{UNABLE}{reason(error)}', flush=True)
+                raise
             print(f'{DONE}{found.model_dump_json()}', flush=True)
         jax.clear_caches()
 
@@ -100,9 +118,10 @@ def _executed_or_explained(
 
     def execute(config: Config) -> Case:
         signal.alarm(PATIENCE)
-        tried = case(config, told, target)
-        signal.alarm(0)
-        return tried
+        try:
+            return case(config, told, target)
+        finally:
+            signal.alarm(0)
 
     found = execute(draw(seed, number, fixed))
     if reports is not None and found.is_finding:

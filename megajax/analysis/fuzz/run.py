@@ -3,6 +3,7 @@
 import collections
 import itertools
 import json
+import os
 import subprocess
 import tempfile
 import threading
@@ -14,9 +15,9 @@ import jax
 
 from megajax.analysis.fuzz.case import Case, Key
 from megajax.analysis.fuzz.draw import LAYOUTS, draw
-from megajax.analysis.fuzz.execute import BEGUN, DONE, FOUND
+from megajax.analysis.fuzz.execute import BEGUN, DONE, FOUND, UNABLE
 from megajax.analysis.inspect.child import STOPS, EndedBySignal, call_in_child
-from megajax.base.errors import StopRequested
+from megajax.base.errors import ResourceError, StopRequested, reason
 from megajax.base.files.outputs import with_folder
 from megajax.core.config import ConfigError
 from megajax.xla.emulate.result import NOT_FOUND
@@ -24,6 +25,7 @@ from megajax.xla.emulate.result import NOT_FOUND
 EXECUTE = 'megajax.analysis.fuzz.execute'  # the module that a process runs
 MOST_STEPS = 40  # most steps per process, because compilers do not return all of their memory
 ENDED = 'the process ended: '
+NO_MEMORY = 'SIGKILL'  # the system sends it if memory runs out
 MOST_CHARACTERS = 2000  # most characters of the error with which a process ends
 
 
@@ -59,15 +61,17 @@ def fuzz(
     reports: Path | None = None,
     say: Callable[[Case], None] = lambda case: None,
 ) -> list[Case]:
-    """Execute the first `count` steps of a seed, and return them in order.
+    """Execute the first `count` steps of a seed, and return their cases in order.
 
     Cases that `file` already has for this target and version of jax are not executed again; the
     others are appended. `say` is called with each case when it is done. With `reports`, each
     finding is minimized and bisected, and gets a folder in `reports`; a finding that `file` has
     without this is executed again.
 
-    Ctrl-C and an error end all processes. A step that a signal such as SIGTERM ends is not a case,
-    and StopRequested is raised.
+    Ctrl-C and an error end all processes. A fault of the machine is never stored as a fault of a
+    step: a step whose process SIGKILL ends has no case, as if it had not been executed. Raises
+    StopRequested if a signal such as SIGTERM ends a process, ResourceError if there is too little
+    memory to start one or too little disk space, and ConfigError if cuDNN is missing.
     """
     wanted: dict[Key, int] = {
         (seed, number, target, tuple(fixed), jax.__version__): number for number in range(count)
@@ -84,8 +88,8 @@ def fuzz(
     lock = threading.Lock()
 
     def keep(case: Case) -> None:
-        with lock, file.open('a') as lines:
-            lines.write(case.model_dump_json() + '\n')
+        with lock:
+            _append(file, case.model_dump_json() + '\n')
             found[case.key] = case
             say(case)
 
@@ -103,7 +107,7 @@ def fuzz(
                 left.clear()
             children.end()
             raise
-    return [found[key] for key in wanted]
+    return [found[key] for key in wanted if key in found]
 
 
 def _is_unexplained(case: Case) -> bool:
@@ -116,6 +120,18 @@ def _end_line(file: Path) -> None:
     """Remove an unfinished last line that a stopped call has left."""
     if file.exists() and not (text := file.read_text()).endswith('\n') and text:
         file.write_text(text[: text.rfind('\n') + 1])
+
+
+def _append(file: Path, line: str) -> None:
+    """Append a whole line, or nothing if the disk is full."""
+    size = file.stat().st_size if file.exists() else 0
+    try:
+        with file.open('a') as lines:
+            lines.write(line)
+    except OSError as error:
+        if file.exists():
+            os.truncate(file, size)
+        raise ResourceError(f'{file}: {reason(error)}; the same command continues') from error
 
 
 class _Children:
@@ -161,10 +177,12 @@ def _in_child(
     keep: Callable[[Case], None],
     children: _Children,
 ) -> list[int]:
-    """Execute steps in one process, and return the numbers that are left after a crash."""
+    """Execute steps in one process, and return the numbers that are left if it ends early."""
     begun: list[int] = []
     done: set[int] = set()
     unexplained: dict[int, Case] = {}
+    unable: list[str] = []
+    ended: RuntimeError | None = None
 
     def hear(line: str) -> None:
         if line.startswith(BEGUN):
@@ -174,6 +192,8 @@ def _in_child(
         elif line.startswith(DONE):
             keep(Case.model_validate_json(line.removeprefix(DONE)))
             done.add(begun[-1])
+        elif line.startswith(UNABLE):
+            unable.append(line.removeprefix(UNABLE))
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, 'task.json')
@@ -181,19 +201,34 @@ def _in_child(
         try:
             call_in_child(EXECUTE, file, target=str(task['target']), say=hear, started=children.add)
         except RuntimeError as error:
-            if isinstance(error, EndedBySignal) and error.signal in STOPS:
-                raise StopRequested(
-                    f'{error.signal} ended a process; the same command continues'
-                ) from error
-            if not begun or begun[-1] in done:  # the process ended between two steps
-                raise
-            why = f'{ENDED}{str(error)[-MOST_CHARACTERS:]}'
-            if (case := unexplained.get(begun[-1])) is not None:
-                keep(case.model_copy(update={'culprit': f'{NOT_FOUND}{why}'}))
-            else:
-                keep(_failed(task, begun[-1], why))
-            done.add(begun[-1])
+            ended = error
+    if unable:
+        raise ResourceError(f'{unable[-1]}; the same command continues') from ended
+    _check_stopped(ended, is_started=bool(begun))
+    if begun and begun[-1] not in done:
+        why = f'{ENDED}{str(ended)[-MOST_CHARACTERS:]}'
+        case = unexplained.get(begun[-1])
+        if isinstance(ended, EndedBySignal) and ended.signal == NO_MEMORY:
+            if case is not None:
+                keep(case)
+        elif case is not None:
+            keep(case.model_copy(update={'culprit': f'{NOT_FOUND}{why}'}))
+        else:
+            keep(_failed(task, begun[-1], why))
+        done.add(begun[-1])
+    elif not done:
+        raise ended or RuntimeError(f'{EXECUTE} executed no step')
     return [number for number in numbers if number not in done]
+
+
+def _check_stopped(ended: RuntimeError | None, *, is_started: bool) -> None:
+    """Raise an error if a process ended for a reason that no step has."""
+    if not isinstance(ended, EndedBySignal):
+        return
+    if ended.signal in STOPS:
+        raise StopRequested(f'{ended.signal} ended a process; the same command continues')
+    if ended.signal == NO_MEMORY and not is_started:
+        raise ResourceError(f'{str(ended).splitlines()[0]}; use fewer --jobs')
 
 
 def _failed(task: dict[str, object], number: int, message: str) -> Case:

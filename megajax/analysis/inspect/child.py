@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 CAUSES = {'SIGALRM': ' (it took too long)', 'SIGKILL': ' (the system does this if memory runs out)'}
 # Signals with which a person, a terminal or a scheduler ends a process.
 STOPS = 'SIGINT', 'SIGTERM', 'SIGHUP'
+NO_CUDNN = 'cuDNN not found'  # the compiler's error
 MARK = 'megajax config: '  # before each line of a ConfigError, since plugins write to stderr too
 
 
@@ -89,7 +90,7 @@ def call_in_child(
                 raise
         errors.seek(0)
         output = errors.read()
-    if 'cuDNN not found' in output:
+    if NO_CUDNN in output:
         raise ConfigError(
             f"target {target}: flash attention needs cuDNN's library to compile: "
             + install('gpu-compile')

@@ -171,6 +171,36 @@ def test_a_step_in_16_bits_is_also_executed_in_fp32_and_its_verdict_is_of_both(s
 
 
 @pytest.mark.parametrize(
+    'error',
+    [
+        OSError(28, 'No space left on device'),
+        MemoryError(),
+        RuntimeError('INTERNAL: cuDNN not found'),
+    ],
+)
+def test_a_fault_of_the_machine_is_no_case(step, monkeypatch, error):
+    def results(*_: object, **__: object) -> list[Compared]:
+        raise error
+
+    monkeypatch.setattr(Step, 'results', results)
+    with pytest.raises(type(error)) as raised:
+        execute.case(CONFIG, TOLD, 'h100')
+    assert raised.value is error
+
+
+def test_a_machine_that_cannot_execute_a_step_is_told(step, monkeypatch, capsys):
+    def failing(*_: object) -> Case:
+        raise OSError(28, 'No space left on device')
+
+    monkeypatch.setattr(execute, 'case', failing)
+    with pytest.raises(OSError, match='No space'):
+        execute._execute_all(4, 'h100', [], [0], None)
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        f'{execute.UNABLE}[Errno 28] No space left on device'
+    )
+
+
+@pytest.mark.parametrize(
     ('error', 'verdict'), [(ConfigError('use x'), 'rejected'), (HloError('y' * 900), 'failed')]
 )
 def test_a_step_that_raises_has_a_verdict_and_its_error(step, monkeypatch, error, verdict):

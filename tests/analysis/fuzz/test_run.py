@@ -13,15 +13,16 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from support import disk_full_at
 from support import megajax as run_here
 
 from megajax.analysis.fuzz import run
 from megajax.analysis.fuzz.case import Case, Worst
 from megajax.analysis.fuzz.draw import LAYOUTS, draw
-from megajax.analysis.fuzz.execute import BEGUN, DONE, FOUND
+from megajax.analysis.fuzz.execute import BEGUN, DONE, FOUND, UNABLE
 from megajax.analysis.fuzz.run import fuzz, read
 from megajax.analysis.inspect.child import STOPS, EndedBySignal
-from megajax.base.errors import StopRequested
+from megajax.base.errors import ResourceError, StopRequested
 from megajax.core.config import ConfigError
 from megajax.core.hardware.targets import has_compiler
 
@@ -151,6 +152,91 @@ def test_the_command_exits_with_130_after_ctrl_c(tmp_path, monkeypatch):
     monkeypatch.setattr(run, 'fuzz', interrupted)
     done = run_here('inspect', 'fuzz', 1, '--out', tmp_path / 'it.jsonl')
     assert (done.returncode, done.stderr) == (130, 'interrupted: the same command continues\n')
+
+
+def test_a_step_without_enough_memory_has_no_case_and_the_others_are_executed(
+    tmp_path, monkeypatch
+):
+    if not has_compiler():
+        pytest.skip("needs XLA's GPU compiler")
+    file = tmp_path / 'it.jsonl'
+    with monkeypatch.context() as patch:
+        children(patch, lambda number: 'SIGKILL' if number == 1 else '')
+        done = run_here('inspect', 'fuzz', 3, '--seed', 3, '--out', file)
+    assert done.returncode == 75
+    assert '1 of 3 steps were not executed: SIGKILL' in done.stderr
+    assert [each.number for each in read(file)] == [0, 2]
+    started = children(monkeypatch, lambda number: '')
+    assert len(fuzz(file, seed=3, count=3, target='h100')) == 3
+    assert started == [[1]]
+
+
+def test_a_process_without_enough_memory_to_start_is_an_error(tmp_path, monkeypatch):
+    def child(*_, **__):
+        raise EndedBySignal('SIGKILL', 'SIGKILL ended it')
+
+    monkeypatch.setattr(run, 'call_in_child', child)
+    with pytest.raises(ResourceError, match='SIGKILL ended it; use fewer --jobs'):
+        fuzz(tmp_path / 'it.jsonl', seed=3, count=1, target='h100')
+
+
+def test_a_finding_stays_to_be_explained_if_explaining_it_needs_too_much_memory(
+    tmp_path, monkeypatch
+):
+    wrong = case(0, 'wrong')
+
+    def child(module, file, *, say, **_):
+        say(f'{BEGUN}0')
+        say(f'{FOUND}{wrong.model_dump_json()}')
+        raise EndedBySignal('SIGKILL', '')
+
+    monkeypatch.setattr(run, 'call_in_child', child)
+    file = tmp_path / 'it.jsonl'
+    found = fuzz(file, seed=3, count=1, target='h100', reports=tmp_path / 'it')
+    assert found == read(file) == [wrong]
+
+
+def test_a_machine_that_cannot_execute_steps_is_told_and_no_step_is_at_fault(tmp_path, monkeypatch):
+    def child(module, file, *, say, **_):
+        say(f'{BEGUN}0')
+        say(f'{UNABLE}[Errno 28] No space left on device')
+        raise RuntimeError('a traceback')
+
+    monkeypatch.setattr(run, 'call_in_child', child)
+    file = tmp_path / 'it.jsonl'
+    with pytest.raises(ResourceError, match='No space left on device; the same command continues'):
+        fuzz(file, seed=3, count=1, target='h100')
+    assert read(file) == []
+
+
+@pytest.mark.parametrize('jobs', [1, 2])
+def test_a_full_disk_ends_the_run_and_leaves_whole_lines(tmp_path, monkeypatch, jobs):
+    children(monkeypatch, lambda number: '')
+    file = written(tmp_path / 'it.jsonl', case(0))
+    size = file.stat().st_size
+    with (
+        disk_full_at(size * 3 - 20),
+        pytest.raises(ResourceError, match=r'it\.jsonl: .*File too large; the same command'),
+    ):
+        fuzz(file, seed=3, count=2 * LAYOUTS, target='h100', jobs=jobs)
+    assert file.read_text().endswith('}\n')
+    assert len(read(file)) == 2
+
+
+def test_a_process_that_ends_between_two_steps_is_started_again(tmp_path, monkeypatch):
+    started = []
+
+    def child(module, file, *, say, **_):
+        started.append(numbers := json.loads(Path(file).read_text())['numbers'])
+        for number in numbers[:2]:
+            say(f'{BEGUN}{number}')
+            say(f'{DONE}{case(number).model_dump_json()}')
+        raise EndedBySignal('SIGSEGV', '')
+
+    monkeypatch.setattr(run, 'call_in_child', child)
+    found = fuzz(tmp_path / 'it.jsonl', seed=3, count=4, target='h100')
+    assert started == [[0, 1, 2, 3], [2, 3]]
+    assert [each.verdict for each in found] == ['right'] * 4
 
 
 def test_an_error_ends_the_other_processes(tmp_path, monkeypatch):
