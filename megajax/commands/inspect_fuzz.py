@@ -66,7 +66,10 @@ def fuzz(
     draw(seed, 0, fixed or ())  # raises ConfigError if nothing has the fixed settings
     if list_only:
         for number in range(count):
-            print(f'{number}  {described(draw(seed, number, fixed or ()))}')
+            try:
+                print(f'{number}  {described(draw(seed, number, fixed or ()))}')
+            except ConfigError as error:
+                print(f'{number}  rejected  {" ".join(str(error).splitlines())}')
         return
     check_outputs(out)
     reports = out.with_suffix('') if minimize else None

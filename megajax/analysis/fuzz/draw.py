@@ -57,7 +57,7 @@ Settings = dict[str, Any]
 def draw(seed: int, number: int, fixed: Sequence[str] = ()) -> Config:
     """Return the config with this number; `fixed` lists the KEY=VALUE settings that are not drawn.
 
-    Raises ConfigError if no config has the fixed settings.
+    Raises ConfigError if no drawn config is valid with the fixed settings.
     """
     problems: list[Problem] = []
     pinned = {path: setting.value for path, setting in read_overrides(fixed, problems).items()}
@@ -93,7 +93,8 @@ def _valid(
                 path = _to_change(pick(found, random), free, pinned, random)
                 drawn[path] = _value(path, free[path], random)
     raise ConfigError(
-        f'no config of at most {MOST_DEVICES} devices has these settings; the last one drawn:',
+        f'found no config of at most {MOST_DEVICES} devices with these settings; '
+        'the last one drawn:',
         *found,
     )
 

@@ -114,7 +114,7 @@ def _execute_all(
 def _executed_or_explained(
     seed: int, number: int, fixed: list[str], target: str, reports: str | None
 ) -> Case:
-    told = {'seed': seed, 'number': number, 'fixed': fixed}
+    told: dict[str, object] = {'seed': seed, 'number': number, 'fixed': fixed}
 
     def execute(config: Config) -> Case:
         signal.alarm(PATIENCE)
@@ -123,7 +123,12 @@ def _executed_or_explained(
         finally:
             signal.alarm(0)
 
-    found = execute(draw(seed, number, fixed))
+    try:
+        config = draw(seed, number, fixed)
+    except ConfigError as error:
+        about: dict[str, object] = {'target': target, 'jax_version': jax.__version__, 'config': {}}
+        return Case.model_validate(told | about | {'verdict': 'rejected', 'message': str(error)})
+    found = execute(config)
     if reports is not None and found.is_finding:
         print(f'{FOUND}{found.model_dump_json()}', flush=True)
         found = explained(found, execute, Path(reports, f'{seed}-{number}'))

@@ -188,6 +188,22 @@ def test_a_fault_of_the_machine_is_no_case(step, monkeypatch, error):
     assert raised.value is error
 
 
+def test_a_step_that_cannot_be_drawn_is_rejected_and_the_next_one_executed(
+    step, monkeypatch, capsys
+):
+    def drawn(seed: int, number: int, fixed: object) -> Config:
+        if number == 8:
+            raise ConfigError('found no config')
+        return draw(seed, number)
+
+    monkeypatch.setattr(execute, 'draw', drawn)
+    execute._execute_all(4, 'h100', [], [8, 9], None)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(execute.DONE)]
+    first, second = (Case.model_validate_json(line.removeprefix(execute.DONE)) for line in lines)
+    assert (first.number, first.verdict, first.message) == (8, 'rejected', 'found no config')
+    assert (second.number, second.verdict) == (9, 'wrong')
+
+
 def test_a_machine_that_cannot_execute_a_step_is_told(step, monkeypatch, capsys):
     def failing(*_: object) -> Case:
         raise OSError(28, 'No space left on device')

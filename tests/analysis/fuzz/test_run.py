@@ -16,6 +16,7 @@ import pytest
 from support import disk_full_at
 from support import megajax as run_here
 
+from megajax.analysis.fuzz import draw as drawing
 from megajax.analysis.fuzz import run
 from megajax.analysis.fuzz.case import Case, Worst
 from megajax.analysis.fuzz.draw import LAYOUTS, draw
@@ -330,6 +331,20 @@ def test_the_list_has_a_config_per_line_and_compiles_nothing(tmp_path):
     assert len(lines) == 3
     assert all('mesh.context=2' in line for line in lines)
     assert not [*tmp_path.iterdir()]
+
+
+def test_the_list_goes_on_after_a_step_that_cannot_be_drawn(monkeypatch):
+    def drawn(seed, number, fixed):
+        if number == 1:
+            raise ConfigError('found no config:', 'mesh.data: 3')
+        return draw(seed, number, fixed)
+
+    monkeypatch.setattr(drawing, 'draw', drawn)
+    done = run_here('inspect', 'fuzz', 3, '--list')
+    assert done.returncode == 0
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ['0', '1', '2']
+    assert lines[1] == '1  rejected  found no config: mesh.data: 3'
 
 
 def test_a_cpu_is_no_target():
