@@ -30,7 +30,10 @@ Target = Annotated[
 ]
 OutFile = Annotated[
     Path,
-    typer.Option(help='JSON lines, one per step; steps that are in the file are not run again.'),
+    typer.Option(
+        help='JSON lines, one per step. A step in the file is run again only if megajax or the '
+        'compiler has changed.'
+    ),
 ]
 Jobs = Annotated[int, typer.Option(min=1, help='Number of processes.')]
 MinimizeOption = Annotated[
@@ -59,31 +62,27 @@ def fuzz(
     without a GPU and compared with one device. The same command continues a stopped run. Exits with
     code 1 if a step is wrong, or fails to compile or run. megajax inspect --fuzz does the same.
     """
-    from megajax.analysis.fuzz.draw import described, draw
+    from megajax.analysis.fuzz.draw import draw
 
     if target in ('cpu', *TPUS):
         raise ConfigError(f'--target {target}: fuzz executes programs for GPUs; use --target h100')
     draw(seed, 0, fixed or ())  # raises ConfigError if nothing has the fixed settings
     if list_only:
-        for number in range(count):
-            try:
-                print(f'{number}  {described(draw(seed, number, fixed or ()))}')
-            except ConfigError as error:
-                print(f'{number}  rejected  {" ".join(str(error).splitlines())}')
-        return
+        return _print_configs(seed, count, fixed or ())
     check_outputs(out)
-    reports = out.with_suffix('') if minimize else None
-    if reports is not None and (reports == out or reports.is_file()):
-        raise ConfigError(
-            f'--out {out}: with --minimize, the folder {reports} gets the findings, but a file has '
-            f'this name; use a different name, such as --out {out.with_suffix("")}-found.jsonl'
-        )
+    reports = _folder(out) if minimize else None
     from megajax.analysis.fuzz import run
     from megajax.analysis.fuzz.report import line, tables
     from megajax.core.hardware.targets import check_target
 
     check_target(target)
     progress = Console(stderr=True, highlight=False)
+    executed: list[Case] = []
+
+    def say(case: 'Case') -> None:
+        executed.append(case)
+        progress.print(line(case), style='dim', markup=False, soft_wrap=True)
+
     try:
         cases = run.fuzz(
             out,
@@ -93,14 +92,37 @@ def fuzz(
             fixed=fixed or (),
             jobs=jobs,
             reports=reports,
-            say=lambda case: progress.print(line(case), style='dim', markup=False, soft_wrap=True),
+            say=say,
         )
     except KeyboardInterrupt:
         print('interrupted: the same command continues', file=sys.stderr)
         raise typer.Exit(130) from None
     if cases:
-        Console(highlight=False).print(tables(cases), soft_wrap=True, markup=False)
+        Console(highlight=False).print(
+            tables(cases, len(executed), out), soft_wrap=True, markup=False
+        )
     raise typer.Exit(_code(cases, count))
+
+
+def _print_configs(seed: int, count: int, fixed: Sequence[str]) -> None:
+    from megajax.analysis.fuzz.draw import described, draw
+
+    for number in range(count):
+        try:
+            print(f'{number}  {described(draw(seed, number, fixed))}')
+        except ConfigError as error:
+            print(f'{number}  rejected  {" ".join(str(error).splitlines())}')
+
+
+def _folder(out: Path) -> Path:
+    """Return the folder for the findings in the file `out`."""
+    reports = out.with_suffix('')
+    if reports == out or reports.is_file():
+        raise ConfigError(
+            f'--out {out}: with --minimize, the folder {reports} gets the findings, but a file has '
+            f'this name; use a different name, such as --out {out.with_suffix("")}-found.jsonl'
+        )
+    return reports
 
 
 def _code(cases: Sequence['Case'], count: int) -> int:

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from megajax.base.result import Result
 
-Key = tuple[int, int, str, tuple[str, ...], str]
+Key = tuple[int, int, str, tuple[str, ...], str, str, str]
 Verdict = Literal['right', 'wrong', 'failed', 'rejected']
 
 
@@ -28,6 +28,12 @@ class Case(Result):
     target: str
     fixed: list[str] = Field(description='settings that were not drawn')
     jax_version: str
+    compiler: str = Field(
+        default='', description="digest of the compiler, its flags and the GPU's description"
+    )
+    step: str = Field(
+        default='', description='digest of the source that draws, makes and checks a step'
+    )
     config: dict[str, dict[str, Any]] = Field(description='the keys that the config gives')
     verdict: Verdict = Field(
         description='right; wrong: a result is above its limit; failed: the step did not compile '
@@ -51,4 +57,5 @@ class Case(Result):
     @property
     def key(self) -> Key:
         """The identity of the case: two calls with the same key compute the same results."""
-        return self.seed, self.number, self.target, tuple(self.fixed), self.jax_version
+        made_by = self.jax_version, self.compiler, self.step
+        return self.seed, self.number, self.target, tuple(self.fixed), *made_by

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -81,9 +82,7 @@ def _worst(results: list[Compared]) -> Worst:
     )
 
 
-def _main(
-    seed: int, target: str, fixed: list[str], numbers: Iterable[int], reports: str | None
-) -> None:
+def _main(about: Mapping[str, object], numbers: Iterable[int], reports: str | None) -> None:
     jax.config.update('jax_num_cpu_devices', MOST_DEVICES)
     # By default, ten Python frames of each operation go through all passes over a program.
     jax.config.update('jax_traceback_in_locations_limit', 1)
@@ -93,17 +92,15 @@ def _main(
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.freeze()  # the collector need not visit modules
     gc.set_threshold(OBJECTS)
-    _execute_all(seed, target, fixed, numbers, reports)
+    _execute_all(about, numbers, reports)
 
 
-def _execute_all(
-    seed: int, target: str, fixed: list[str], numbers: Iterable[int], reports: str | None
-) -> None:
+def _execute_all(about: Mapping[str, object], numbers: Iterable[int], reports: str | None) -> None:
     for _, layouts in itertools.groupby(numbers, lambda number: number // LAYOUTS):
         for number in layouts:
             print(f'{BEGUN}{number}', flush=True)
             try:
-                found = _executed_or_explained(seed, number, fixed, target, reports)
+                found = _executed_or_explained({**about, 'number': number}, reports)
             except (OSError, MemoryError) as error:
                 print(f'{UNABLE}{reason(error)}', flush=True)
                 raise
@@ -111,27 +108,24 @@ def _execute_all(
         jax.clear_caches()
 
 
-def _executed_or_explained(
-    seed: int, number: int, fixed: list[str], target: str, reports: str | None
-) -> Case:
-    told: dict[str, object] = {'seed': seed, 'number': number, 'fixed': fixed}
+def _executed_or_explained(told: Mapping[str, Any], reports: str | None) -> Case:
 
     def execute(config: Config) -> Case:
         signal.alarm(PATIENCE)
         try:
-            return case(config, told, target)
+            return case(config, told, told['target'])
         finally:
             signal.alarm(0)
 
     try:
-        config = draw(seed, number, fixed)
+        config = draw(told['seed'], told['number'], told['fixed'])
     except ConfigError as error:
-        about: dict[str, object] = {'target': target, 'jax_version': jax.__version__, 'config': {}}
-        return Case.model_validate(told | about | {'verdict': 'rejected', 'message': str(error)})
+        rejected = {'config': {}, 'verdict': 'rejected', 'message': str(error)}
+        return Case.model_validate({**told, **rejected})
     found = execute(config)
     if reports is not None and found.is_finding:
         print(f'{FOUND}{found.model_dump_json()}', flush=True)
-        found = explained(found, execute, Path(reports, f'{seed}-{number}'))
+        found = explained(found, execute, Path(reports, f'{told["seed"]}-{told["number"]}'))
     return found
 
 

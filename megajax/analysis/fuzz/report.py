@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -22,8 +23,11 @@ def line(case: Case) -> str:
     return f'{case.number}  {case.verdict}  {"; ".join(said)}  ({case.seconds:.0f} s)'
 
 
-def tables(cases: Sequence[Case]) -> RenderableType:
-    """Return tables of the findings and of the number of cases with each verdict."""
+def tables(cases: Sequence[Case], executed: int, file: Path) -> RenderableType:
+    """Return tables of the findings and of the number of cases with each verdict.
+
+    `executed` of the cases are new, and the others come from `file`.
+    """
     first = cases[0]
     table = open_table('verdict', 'cases')
     for verdict in ('right', 'wrong', 'failed', 'rejected'):
@@ -34,6 +38,7 @@ def tables(cases: Sequence[Case]) -> RenderableType:
     head = f'seed {first.seed}, target {first.target}, jax {first.jax_version}'
     return Group(
         Text(f'{head}; {cpu:.1f} CPU seconds per case (median)'),
+        Text(f'{executed:,} executed, {len(cases) - executed:,} from {file}'),
         Text(),
         *findings,
         table,

@@ -1,15 +1,17 @@
 """Execute random steps in several processes, and append a line for each to a file."""
 
 import collections
+import importlib.metadata
 import itertools
 import json
 import os
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -19,10 +21,19 @@ from megajax.analysis.fuzz.execute import BEGUN, DONE, FOUND, UNABLE
 from megajax.analysis.inspect.child import STOPS, EndedBySignal, call_in_child
 from megajax.base.errors import ResourceError, StopRequested, reason
 from megajax.base.files.outputs import with_folder
+from megajax.base.source import source_digest
 from megajax.core.config import ConfigError
 from megajax.xla.emulate.result import NOT_FOUND
+from megajax.xla.miscompiles import answers
 
 EXECUTE = 'megajax.analysis.fuzz.execute'  # the module that a process runs
+# The source that decides the config of a number, its program and its verdict.
+SOURCE = (
+    'core',
+    'xla',
+    'analysis/inspect',
+    *(f'analysis/fuzz/{name}.py' for name in ('choices', 'draw', 'execute')),
+)
 MOST_STEPS = 40  # most steps per process, because compilers do not return all of their memory
 ENDED = 'the process ended: '
 NO_MEMORY = 'SIGKILL'  # the system sends it if memory runs out
@@ -63,18 +74,20 @@ def fuzz(
 ) -> list[Case]:
     """Execute the first `count` steps of a seed, and return their cases in order.
 
-    Cases that `file` already has for this target and version of jax are not executed again; the
-    others are appended. `say` is called with each case when it is done. With `reports`, each
-    finding is minimized and bisected, and gets a folder in `reports`; a finding that `file` has
-    without this is executed again.
+    Cases that `file` already has for this target, compiler and source of megajax are not executed
+    again; the others are appended. `say` is called with each case when it is done. With `reports`,
+    each finding is minimized and bisected, and gets a folder in `reports`; a finding that `file`
+    has without this is executed again.
 
     Ctrl-C and an error end all processes. A fault of the machine is never stored as a fault of a
     step: a step whose process SIGKILL ends has no case, as if it had not been executed. Raises
     StopRequested if a signal such as SIGTERM ends a process, ResourceError if there is too little
     memory to start one or too little disk space, and ConfigError if cuDNN is missing.
     """
+    made = made_by(target)
+    versions = made['jax_version'], made['compiler'], made['step']
     wanted: dict[Key, int] = {
-        (seed, number, target, tuple(fixed), jax.__version__): number for number in range(count)
+        (seed, number, target, tuple(fixed), *versions): number for number in range(count)
     }
     found = {case.key: case for case in read(file) if case.key in wanted}
     _end_line(with_folder(file))
@@ -93,8 +106,22 @@ def fuzz(
             found[case.key] = case
             say(case)
 
-    task: dict[str, object] = {'seed': seed, 'target': target, 'fixed': [*fixed]}
-    task['reports'] = None if reports is None else str(reports)
+    task = {
+        'about': {'seed': seed, 'target': target, 'fixed': [*fixed], **made},
+        'reports': None if reports is None else str(reports),
+    }
+    _execute(left, jobs, task, lock, keep)
+    return [found[key] for key in wanted if key in found]
+
+
+def _execute(
+    left: collections.deque[list[int]],
+    jobs: int,
+    task: Mapping[str, Any],
+    lock: threading.Lock,
+    keep: Callable[[Case], None],
+) -> None:
+    """Execute the models that are left in `jobs` processes at a time."""
     children = _Children()
     with ThreadPoolExecutor(jobs) as pool:
         at_once = max(1, min(MOST_STEPS // LAYOUTS, len(left) // jobs))
@@ -107,7 +134,16 @@ def fuzz(
                 left.clear()
             children.end()
             raise
-    return [found[key] for key in wanted if key in found]
+
+
+def made_by(target: str) -> dict[str, str]:
+    """Return the fields of a case that tell which compiler and source it was executed with."""
+    libraries = {name: importlib.metadata.version(name) for name in ('flax', 'numpy', 'optax')}
+    return {
+        'jax_version': jax.__version__,
+        'compiler': answers.digest(answers.compiler(target)),
+        'step': answers.digest({'source': source_digest(*SOURCE), **libraries}),
+    }
 
 
 def _is_unexplained(case: Case) -> bool:
@@ -156,7 +192,7 @@ class _Children:
 def _worker(
     left: collections.deque[list[int]],
     at_once: int,
-    task: dict[str, object],
+    task: Mapping[str, Any],
     lock: threading.Lock,
     keep: Callable[[Case], None],
     children: _Children,
@@ -173,7 +209,7 @@ def _worker(
 
 def _in_child(
     numbers: list[int],
-    task: dict[str, object],
+    task: Mapping[str, Any],
     keep: Callable[[Case], None],
     children: _Children,
 ) -> list[int]:
@@ -197,9 +233,11 @@ def _in_child(
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, 'task.json')
-        file.write_text(json.dumps(task | {'numbers': numbers}))
+        file.write_text(json.dumps({**task, 'numbers': numbers}))
         try:
-            call_in_child(EXECUTE, file, target=str(task['target']), say=hear, started=children.add)
+            call_in_child(
+                EXECUTE, file, target=task['about']['target'], say=hear, started=children.add
+            )
         except RuntimeError as error:
             ended = error
     if unable:
@@ -214,7 +252,7 @@ def _in_child(
         elif case is not None:
             keep(case.model_copy(update={'culprit': f'{NOT_FOUND}{why}'}))
         else:
-            keep(_failed(task, begun[-1], why))
+            keep(_failed(task['about'], begun[-1], why))
         done.add(begun[-1])
     elif not done:
         raise ended or RuntimeError(f'{EXECUTE} executed no step')
@@ -231,20 +269,11 @@ def _check_stopped(ended: RuntimeError | None, *, is_started: bool) -> None:
         raise ResourceError(f'{str(ended).splitlines()[0]}; use fewer --jobs')
 
 
-def _failed(task: dict[str, object], number: int, message: str) -> Case:
-    fixed = task['fixed']
-    assert isinstance(fixed, list)
-    config = draw(int(str(task['seed'])), number, fixed)
-    return Case.model_validate(
-        {
-            **{key: task[key] for key in ('seed', 'target', 'fixed')},
-            'number': number,
-            'jax_version': jax.__version__,
-            'config': config.model_dump(mode='json', exclude_unset=True),
-            'verdict': 'failed',
-            'message': message,
-        }
-    )
+def _failed(about: Mapping[str, Any], number: int, message: str) -> Case:
+    config = draw(about['seed'], number, about['fixed'])
+    written = config.model_dump(mode='json', exclude_unset=True)
+    found = {'number': number, 'config': written, 'verdict': 'failed', 'message': message}
+    return Case.model_validate({**about, **found})
 
 
 def summary(cases: Iterable[Case]) -> dict[str, int]:

@@ -3,11 +3,9 @@
 import hashlib
 import importlib.metadata
 import importlib.util
-import inspect
 import json
 import os
 import platform
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import jax
 
 from megajax.base.files.bounded_json import parse_json
+from megajax.base.source import source_digest
 from megajax.core.hardware.cpu_flags import LIMIT
 from megajax.core.hardware.records import hardware
 from megajax.xla.miscompiles.entry import Miscompile
@@ -33,13 +32,19 @@ Identity = dict[str, Any]
 
 
 def identity(entry: Miscompile, target: str) -> Identity:
-    """Return what an answer depends on: the repro's source, the compiler and its settings."""
-    flags = os.environ.get('XLA_FLAGS', '').split()
-    source = inspect.getsource(sys.modules[entry.repro.lower.__module__])
-    on_gpu = entry.platform == 'gpu'
+    """Return what an answer depends on: the compiler, and the source that asks it."""
     return {
         'entry': entry.name,
-        'source': hashlib.sha256(source.encode()).hexdigest(),
+        'source': source_digest('xla/hlo', 'xla/miscompiles'),
+        **compiler(target if entry.platform == 'gpu' else 'cpu'),
+    }
+
+
+def compiler(target: str) -> Identity:
+    """Return what a compiled program depends on: the compiler for a target, and its settings."""
+    flags = os.environ.get('XLA_FLAGS', '').split()
+    on_gpu = target != 'cpu'
+    return {
         'jax': importlib.metadata.version('jax'),
         'jaxlib': importlib.metadata.version('jaxlib'),
         'compiler': _plugins() if on_gpu else [platform.machine(), str(os.cpu_count())],
@@ -77,9 +82,13 @@ def folder() -> Path:
     return Path(cache) / 'megajax' / 'miscompiles'
 
 
+def digest(identity: Identity) -> str:
+    """Return a short text that differs for different identities."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
+
+
 def _file(wanted: Identity) -> Path:
-    key = hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()
-    return folder() / f'{key[:32]}.json'
+    return folder() / f'{digest(wanted)}.json'
 
 
 def _plugins() -> list[str]:

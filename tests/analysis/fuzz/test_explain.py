@@ -19,15 +19,22 @@ from megajax.xla.hlo.errors import HloError
 
 LAYERS = 2
 CONFIG = draw(0, 0, (f'model.num_layers={LAYERS}', 'train.dtype=bfloat16', 'mesh.data=2'))
-TOLD: dict[str, object] = {'seed': 4, 'number': 17, 'fixed': ['mesh.data=2']}
+TOLD: dict[str, object] = {
+    'seed': 4,
+    'number': 17,
+    'fixed': ['mesh.data=2'],
+    'target': 'h100',
+    'jax_version': jax.__version__,
+}
 RIGHT = Compared(name='loss', error=1e-6, limit=1e-5)
 WRONG = Compared(name='gradients.head', error=0.25, limit=1e-5)
 
 
 def found(verdict: str, message: str = '', config: Config = CONFIG, **worst: Worst) -> Case:
     written = config.model_dump(mode='json', exclude_unset=True)
-    told = {'target': 'h100', 'jax_version': jax.__version__, 'config': written}
-    return Case.model_validate({**TOLD, **told, 'verdict': verdict, 'message': message, **worst})
+    return Case.model_validate(
+        {**TOLD, 'config': written, 'verdict': verdict, 'message': message, **worst}
+    )
 
 
 def hlo(name: str) -> str:
@@ -197,7 +204,7 @@ def test_a_step_that_cannot_be_drawn_is_rejected_and_the_next_one_executed(
         return draw(seed, number)
 
     monkeypatch.setattr(execute, 'draw', drawn)
-    execute._execute_all(4, 'h100', [], [8, 9], None)
+    execute._execute_all(TOLD, [8, 9], None)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(execute.DONE)]
     first, second = (Case.model_validate_json(line.removeprefix(execute.DONE)) for line in lines)
     assert (first.number, first.verdict, first.message) == (8, 'rejected', 'found no config')
@@ -210,7 +217,7 @@ def test_a_machine_that_cannot_execute_a_step_is_told(step, monkeypatch, capsys)
 
     monkeypatch.setattr(execute, 'case', failing)
     with pytest.raises(OSError, match='No space'):
-        execute._execute_all(4, 'h100', [], [0], None)
+        execute._execute_all(TOLD, [0], None)
     assert capsys.readouterr().out.splitlines()[-1] == (
         f'{execute.UNABLE}[Errno 28] No space left on device'
     )

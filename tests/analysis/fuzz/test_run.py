@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-import jax
 import pytest
 from support import disk_full_at
 from support import megajax as run_here
@@ -21,9 +20,10 @@ from megajax.analysis.fuzz import run
 from megajax.analysis.fuzz.case import Case, Worst
 from megajax.analysis.fuzz.draw import LAYOUTS, draw
 from megajax.analysis.fuzz.execute import BEGUN, DONE, FOUND, UNABLE
-from megajax.analysis.fuzz.run import fuzz, read
+from megajax.analysis.fuzz.run import fuzz, made_by, read
 from megajax.analysis.inspect.child import STOPS, EndedBySignal
 from megajax.base.errors import ResourceError, StopRequested
+from megajax.base.source import PACKAGE
 from megajax.core.config import ConfigError
 from megajax.core.hardware.targets import has_compiler
 
@@ -32,7 +32,7 @@ def case(number: int, verdict: str = 'right', **updates: object) -> Case:
     config = draw(3, number).model_dump(mode='json', exclude_unset=True)
     worst = Worst(name='loss', error=0.5, limit=1e-5, wrong=int(verdict == 'wrong'), results=9)
     told = {'seed': 3, 'number': number, 'target': 'h100', 'fixed': [], 'config': config}
-    told |= {'jax_version': jax.__version__, 'verdict': verdict, 'as_compiled': worst}
+    told |= {**made_by('h100'), 'verdict': verdict, 'as_compiled': worst}
     return Case.model_validate(told | updates)
 
 
@@ -46,6 +46,36 @@ def test_steps_in_the_file_are_not_executed_again_and_keep_their_order(tmp_path)
     before = file.read_text()
     assert fuzz(file, seed=3, count=2, target='h100') == [case(0), case(1)]
     assert file.read_text() == before
+
+
+@pytest.mark.parametrize('other', [{'compiler': ''}, {'step': ''}, {'jax_version': '0.9'}])
+def test_a_step_of_another_compiler_or_source_is_executed_again(tmp_path, monkeypatch, other):
+    started = children(monkeypatch, lambda number: '')
+    file = written(tmp_path / 'it.jsonl', case(0, 'wrong', **other), case(1))
+    assert fuzz(file, seed=3, count=2, target='h100') == [case(0), case(1)]
+    assert started == [[0]]
+
+
+def test_the_source_of_a_step_exists():
+    assert all((PACKAGE / part).exists() for part in run.SOURCE)
+
+
+def test_another_flag_is_another_compiler_and_one_that_changes_no_program_is_not(monkeypatch):
+    before = made_by('h100')
+    monkeypatch.setenv('XLA_FLAGS', f'{os.environ["XLA_FLAGS"]} --xla_dump_to=/tmp')
+    assert made_by('h100') == before
+    monkeypatch.setenv('XLA_FLAGS', '--xla_gpu_enable_triton_gemm=false')
+    assert made_by('h100')['compiler'] != before['compiler']
+    assert made_by('b200')['compiler'] != made_by('h100')['compiler']
+
+
+def test_the_table_tells_how_many_steps_were_executed(tmp_path, monkeypatch):
+    if not has_compiler():
+        pytest.skip("needs XLA's GPU compiler")
+    children(monkeypatch, lambda number: '')
+    file = written(tmp_path / 'it.jsonl', case(0), case(2))
+    done = run_here('inspect', 'fuzz', 3, '--seed', 3, '--out', file)
+    assert f'1 executed, 2 from {file}' in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -69,7 +99,8 @@ def children(monkeypatch: pytest.MonkeyPatch, ends: Callable[[int], str]) -> lis
 
     def child(module, file, *, target, say, **_):
         task = json.loads(Path(file).read_text())
-        assert (module, target, task['seed']) == ('megajax.analysis.fuzz.execute', 'h100', 3)
+        expected = ('megajax.analysis.fuzz.execute', 'h100', 3)
+        assert (module, target, task['about']['seed']) == expected
         started.append(task['numbers'])
         for number in task['numbers']:
             say(f'{BEGUN}{number}')
