@@ -33,7 +33,7 @@ MOST_LINES = 12  # most lines of a traceback
 OBJECTS = 100_000  # new objects after which Python collects; tracing a step makes many
 # Other steps use the other cores: waiting for the compiler's threads costs CPU time.
 ONE_THREAD = {'xla_gpu_force_compilation_parallelism': 1}
-# These precede a number, a Case as JSON that is still to be explained, the final Case, and the
+# These precede a number, a Case as JSON that is not fully explained yet, the final Case, and the
 # reason why this machine cannot execute steps.
 BEGUN, FOUND, DONE, UNABLE = 'begun ', 'found ', 'done ', 'unable '
 
@@ -109,6 +109,8 @@ def _execute_all(about: Mapping[str, object], numbers: Iterable[int], reports: s
 
 
 def _executed_or_explained(told: Mapping[str, Any], reports: str | None) -> Case:
+    def say(found: Case) -> None:
+        print(f'{FOUND}{found.model_dump_json()}', flush=True)
 
     def execute(config: Config) -> Case:
         signal.alarm(PATIENCE)
@@ -124,8 +126,8 @@ def _executed_or_explained(told: Mapping[str, Any], reports: str | None) -> Case
         return Case.model_validate({**told, **rejected})
     found = execute(config)
     if reports is not None and found.is_finding:
-        print(f'{FOUND}{found.model_dump_json()}', flush=True)
-        found = explained(found, execute, Path(reports, f'{told["seed"]}-{told["number"]}'))
+        say(found)
+        found = explained(found, execute, Path(reports, f'{found.seed}-{found.number}'), say)
     return found
 
 

@@ -10,7 +10,7 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import jax
@@ -22,7 +22,7 @@ from megajax.analysis.inspect.child import call_in_child
 from megajax.analysis.inspect.emulated_step import EmulatedStep
 from megajax.analysis.inspect.minimize import smallest
 from megajax.analysis.inspect.tolerances import has_16_bits
-from megajax.core.config import Config, dump
+from megajax.core.config import Config, ConfigError, dump
 from megajax.xla.emulate.bisect import Culprit, dump_options, first_wrong, modules
 from megajax.xla.emulate.result import NOT_FOUND, culprit_line
 
@@ -31,22 +31,35 @@ CONFIG, SMALLEST, HLO = 'config.yaml', 'smallest.yaml', 'hlo'
 Try = Callable[[Config], Case]
 
 
-def explained(case: Case, execute: Try, folder: Path) -> Case:
+def explained(
+    case: Case, execute: Try, folder: Path, say: Callable[[Case], None] = lambda case: None
+) -> Case:
     """Return the finding with its smallest config and compiler pass; write files to `folder`.
 
-    `execute` returns the case of a config, for the same target.
+    `execute` returns the case of a config, for the same target. `say` gets the finding each time
+    that more is known about it, because what follows may end the process.
     """
     config = Config.model_validate(case.config, strict=False)
     small = smallest(config, lambda simpler: _is_same(execute(simpler), case))
-    case = case.model_copy(update={'smallest': described(small)})
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(dump(config))
     (folder / SMALLEST).write_text(dump(small))
     (folder / 'versions.json').write_text(json.dumps(versions(), indent=2) + '\n')
+    found = case.model_copy(update={'smallest': described(small)})
+
+    def tell(culprit: str) -> Case:
+        told = found.model_copy(update={'culprit': culprit})
+        (folder / 'README.md').write_text(_readme(told, folder))
+        say(told)
+        return told
+
+    culprit = ''
+    told = tell(culprit)
     if case.verdict == 'wrong':
-        case = case.model_copy(update={'culprit': _files_of_wrong(small, case, folder)})
-    (folder / 'README.md').write_text(_readme(case, folder))
-    return case
+        exact = case.exact is not None and case.exact.wrong > 0
+        for culprit in _write_wrong(small, case.target, folder, exact=exact):
+            told = tell(culprit)
+    return told
 
 
 def versions() -> dict[str, str]:
@@ -73,16 +86,20 @@ def _error(case: Case) -> str:
     return last[0].split(':')[0] if last else ''
 
 
-def _files_of_wrong(config: Config, case: Case, folder: Path) -> str:
-    """Write the modules and the results of a wrong step, and return the pass that made it wrong."""
-    exact = bool(case.exact and case.exact.wrong) and has_16_bits(config)
+def _write_wrong(config: Config, target: str, folder: Path, *, exact: bool) -> Iterator[str]:
+    """Write the modules and the results of a wrong step to `folder`.
+
+    Yields the pass that made it wrong, or why none was found, before the program is reduced, which
+    takes longest, and again when all files are written.
+    """
+    exact = exact and has_16_bits(config)
     with tempfile.TemporaryDirectory() as name:
         dumps = Path(name)
-        step = EmulatedStep(config, case.target, dump_options(dumps))
+        step = EmulatedStep(config, target, dump_options(dumps))
+        results = step.results(exact=exact)
         for path in dumps.glob('*jit_train_step*before_optimizations.txt'):
             shutil.copy(path, folder / 'before_optimizations.txt')
         (folder / 'after_optimizations.txt').write_text(step.program.text)
-        results = step.results(exact=exact)
         with (folder / 'results.csv').open('w', newline='') as file:
             writer = csv.writer(file)
             writer.writerow(['result', 'error', 'limit', 'ok'])
@@ -96,11 +113,13 @@ def _files_of_wrong(config: Config, case: Case, folder: Path) -> str:
         try:
             culprit = first_wrong(modules(dumps), is_right)
         except (ValueError, RuntimeError) as error:
-            return f'{NOT_FOUND}{error}'
+            yield f'{NOT_FOUND}{error}'
+            return
         _copy_modules(culprit, folder)
+        yield str(culprit)
         if culprit.before is not None:
-            _reduce(dumps, folder / HLO, case.target, step.options)
-        return str(culprit)
+            _reduce(dumps, folder / HLO, target, step.options)
+            yield str(culprit)
 
 
 def _reduce(dumps: Path, folder: Path, target: str, options: Mapping[str, object]) -> None:
@@ -109,7 +128,7 @@ def _reduce(dumps: Path, folder: Path, target: str, options: Mapping[str, object
     given = dumps, folder, '--target', target, '--options', json.dumps(kept)
     try:
         call_in_child('megajax.xla.reduce', *given, target=target)
-    except RuntimeError as error:
+    except (RuntimeError, ConfigError) as error:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / 'error.txt').write_text(f'{error}\n')
 
@@ -128,6 +147,7 @@ def _readme(case: Case, folder: Path) -> str:
         'after_optimizations.txt': 'the program that was executed',
         'last_right_module.txt': 'the module before the pass, which is correct',
         'first_wrong_module.txt': 'the module after the pass, which is wrong',
+        f'{HLO}/error.txt': 'why the program was not reduced',
         f'{HLO}/reduced.hlo': 'a few instructions that show the fault; `compile.py` compiles them',
         'results.csv': 'the error and the limit of each result',
         'worst_result.npz': 'the worst result and the expected one',

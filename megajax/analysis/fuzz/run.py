@@ -244,15 +244,8 @@ def _in_child(
         raise ResourceError(f'{unable[-1]}; the same command continues') from ended
     _check_stopped(ended, is_started=bool(begun))
     if begun and begun[-1] not in done:
-        why = f'{ENDED}{str(ended)[-MOST_CHARACTERS:]}'
-        case = unexplained.get(begun[-1])
-        if isinstance(ended, EndedBySignal) and ended.signal == NO_MEMORY:
-            if case is not None:
-                keep(case)
-        elif case is not None:
-            keep(case.model_copy(update={'culprit': f'{NOT_FOUND}{why}'}))
-        else:
-            keep(_failed(task['about'], begun[-1], why))
+        if found := _unfinished(task['about'], begun[-1], unexplained.get(begun[-1]), ended):
+            keep(found)
         done.add(begun[-1])
     elif not done:
         raise ended or RuntimeError(f'{EXECUTE} executed no step')
@@ -267,6 +260,19 @@ def _check_stopped(ended: RuntimeError | None, *, is_started: bool) -> None:
         raise StopRequested(f'{ended.signal} ended a process; the same command continues')
     if ended.signal == NO_MEMORY and not is_started:
         raise ResourceError(f'{str(ended).splitlines()[0]}; use fewer --jobs')
+
+
+def _unfinished(
+    about: Mapping[str, Any], number: int, found: Case | None, ended: RuntimeError | None
+) -> Case | None:
+    """Return the case of a step that ended its process, which may be a finding already."""
+    no_memory = isinstance(ended, EndedBySignal) and ended.signal == NO_MEMORY
+    why = f'{ENDED}{str(ended)[-MOST_CHARACTERS:]}'
+    if found is None:
+        return None if no_memory else _failed(about, number, why)
+    if found.culprit or (no_memory and not found.smallest):
+        return found
+    return found.model_copy(update={'culprit': f'{NOT_FOUND}{why}'})
 
 
 def _failed(about: Mapping[str, Any], number: int, message: str) -> Case:

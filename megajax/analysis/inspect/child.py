@@ -65,9 +65,9 @@ def call_in_child(
     `say` gets each line that it prints.
 
     `started` gets the process, so that a different thread can end it. An exception in a callback,
-    or Ctrl-C, ends the child. Raises ConfigError if cuDNN's library is missing or the child raises
-    a ConfigError, EndedBySignal if a signal ends it, and RuntimeError if it fails in any other way;
-    the last two have the child's errors.
+    or Ctrl-C, ends the child. Raises ConfigError if cuDNN's
+    library is missing or the child raises a ConfigError, EndedBySignal if a signal ends it, and
+    RuntimeError if it fails in any other way; the last two have the child's errors.
     """
     environment = os.environ | {'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '3'}
     environment['XLA_FLAGS'] = with_collective_limit(os.environ.get('XLA_FLAGS', ''))
@@ -78,16 +78,12 @@ def call_in_child(
             command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
         )
         assert child.stdout is not None
-        with child:
-            try:
-                started(child)
-                meanwhile()
-                for line in child.stdout:
-                    if say is not None:
-                        say(line.rstrip())
-            except BaseException:
-                child.terminate()  # the end of the block waits for the child
-                raise
+        with child, _ending(child):
+            started(child)
+            meanwhile()
+            for line in child.stdout:
+                if say is not None:
+                    say(line.rstrip())
         errors.seek(0)
         output = errors.read()
     if NO_CUDNN in output:
@@ -95,10 +91,9 @@ def call_in_child(
             f"target {target}: flash attention needs cuDNN's library to compile: "
             + install('gpu-compile')
         )
-    if child.returncode == ConfigError.exit_code:
-        raise ConfigError(
-            *(line.removeprefix(MARK) for line in output.splitlines() if line.startswith(MARK))
-        )
+    told = [line.removeprefix(MARK) for line in output.splitlines() if line.startswith(MARK)]
+    if child.returncode == ConfigError.exit_code and told:  # argparse has the same exit code
+        raise ConfigError(*told)
     if child.returncode < 0:
         name = signal.Signals(-child.returncode).name
         raise EndedBySignal(
@@ -106,6 +101,16 @@ def call_in_child(
         )
     if child.returncode:
         raise RuntimeError(f'the step did not compile for {target}:\n{output}')
+
+
+@contextlib.contextmanager
+def _ending(child: subprocess.Popen[str]) -> Iterator[None]:
+    """End a child if the block raises."""
+    try:
+        yield
+    except BaseException:
+        child.terminate()
+        raise
 
 
 @contextlib.contextmanager

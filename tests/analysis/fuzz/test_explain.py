@@ -10,7 +10,7 @@ import pytest
 
 from megajax.analysis.fuzz import execute, explain
 from megajax.analysis.fuzz.case import Case, Worst
-from megajax.analysis.fuzz.draw import draw
+from megajax.analysis.fuzz.draw import described, draw
 from megajax.analysis.fuzz.explain import explained
 from megajax.analysis.inspect.one_device import updated
 from megajax.analysis.inspect.result import Compared
@@ -149,9 +149,10 @@ def test_the_folder_of_a_wrong_step_has_the_modules_around_the_pass(
     assert rest == ['--target', 'h100', '--options', '{"xla_gpu_autotune_level": 0}']
 
 
-def test_a_pass_that_is_not_found_or_not_reduced_is_said(tmp_path, step, monkeypatch):
+@pytest.mark.parametrize('error', [RuntimeError, ConfigError])
+def test_a_pass_that_is_not_found_or_not_reduced_is_said(tmp_path, step, monkeypatch, error):
     def failing(*_: object, **__: object) -> None:
-        raise RuntimeError('SIGSEGV')
+        raise error('SIGSEGV')
 
     monkeypatch.setattr(explain, 'call_in_child', failing)
     assert explained(found('wrong'), lambda _: found('right'), tmp_path).culprit
@@ -159,6 +160,27 @@ def test_a_pass_that_is_not_found_or_not_reduced_is_said(tmp_path, step, monkeyp
     monkeypatch.setattr(Step, 'dumps', ())
     case = explained(found('wrong'), lambda _: found('right'), tmp_path)
     assert case.culprit.startswith('not found: no pass dumps')
+
+
+def test_each_part_of_an_explanation_is_told_before_the_next_may_end_the_process(
+    tmp_path, step, monkeypatch
+):
+    told, read = list[tuple[str, str]](), list[str]()
+
+    def say(case: Case) -> None:
+        told.append((case.smallest, case.culprit))
+        read.append((tmp_path / 'it' / 'README.md').read_text())
+
+    def ended(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(explain, 'call_in_child', ended)
+    with pytest.raises(KeyboardInterrupt):
+        explained(found('wrong'), lambda _: found('right'), tmp_path / 'it', say)
+    small = described(CONFIG)
+    assert told == [(small, ''), (small, 'second (pipeline hlo_passes)')]
+    assert all(small in text for text in read)
+    assert 'first_wrong_module.txt' in read[1]
 
 
 def test_a_step_in_16_bits_is_also_executed_in_fp32_and_its_verdict_is_of_both(step, monkeypatch):

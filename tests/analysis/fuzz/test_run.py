@@ -288,8 +288,9 @@ def test_an_error_ends_the_other_processes(tmp_path, monkeypatch):
         fuzz(tmp_path / 'it.jsonl', seed=3, count=2 * LAYOUTS, target='h100', jobs=2)
 
 
-def test_a_finding_is_kept_if_explaining_it_ends_the_process(tmp_path, monkeypatch):
-    wrong = case(0, 'wrong')
+@pytest.mark.parametrize('culprit', ['', 'second (pipeline hlo_passes)'])
+def test_a_finding_is_kept_if_explaining_it_ends_the_process(tmp_path, monkeypatch, culprit):
+    wrong = case(0, 'wrong', smallest='a=1', culprit=culprit)
 
     def child(module, file, *, say, **_):
         say(f'{BEGUN}0')
@@ -299,8 +300,8 @@ def test_a_finding_is_kept_if_explaining_it_ends_the_process(tmp_path, monkeypat
     monkeypatch.setattr(run, 'call_in_child', child)
     file, reports = tmp_path / 'it.jsonl', tmp_path / 'it'
     [found] = fuzz(file, seed=3, count=1, target='h100', reports=reports)
-    culprit = 'not found: the process ended: SIGSEGV'
-    assert found == wrong.model_copy(update={'culprit': culprit})
+    expected = culprit or 'not found: the process ended: SIGSEGV'
+    assert found == wrong.model_copy(update={'culprit': expected})
     assert fuzz(file, seed=3, count=1, target='h100', reports=reports) == read(file) == [found]
 
 

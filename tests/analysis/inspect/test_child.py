@@ -1,8 +1,10 @@
 """What a process of its own prints, refuses and fails with reaches the one that asked for it."""
 
 import textwrap
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,12 +17,10 @@ from megajax.core.hardware.cpu_flags import LIMIT
 def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     monkeypatch.setenv('PYTHONPATH', f'{tmp_path}:{Path(__file__).parents[3]}')
 
-    def call(
-        code: str, *arguments: object, meanwhile: Callable[[], object] = lambda: None
-    ) -> list[str]:
+    def call(code: str, *arguments: object, **options: Any) -> list[str]:
         (tmp_path / 'child.py').write_text(textwrap.dedent(code))
         heard: list[str] = []
-        call_in_child('child', *arguments, target='h100', say=heard.append, meanwhile=meanwhile)
+        call_in_child('child', *arguments, target='h100', say=heard.append, **options)
         return heard
 
     return call
@@ -82,6 +82,24 @@ def test_what_it_fails_with_is_told(call: Callable[..., list[str]]) -> None:
         RuntimeError, match=r'did not compile for h100:\n(.|\n)*ValueError: what went wrong'
     ):
         call("raise ValueError('what went wrong')")
+
+
+def test_a_mistake_in_its_arguments_is_a_failure_with_its_words(
+    call: Callable[..., list[str]],
+) -> None:
+    with pytest.raises(RuntimeError, match=r'error: no pass dumps in x') as error:
+        call("import argparse; argparse.ArgumentParser().error('no pass dumps in x')")
+    assert not isinstance(error.value, ConfigError)
+
+
+def test_an_error_of_the_caller_ends_it(call: Callable[..., list[str]], tmp_path: Path) -> None:
+    def meanwhile() -> None:
+        raise OSError('no space')
+
+    start = time.monotonic()
+    with pytest.raises(OSError, match='no space'):
+        call('import time; time.sleep(100)', meanwhile=meanwhile)
+    assert time.monotonic() - start < 50
 
 
 def test_the_signal_that_ends_it_is_told(call: Callable[..., list[str]]) -> None:
