@@ -21,6 +21,7 @@ import jax
 from megajax.analysis.fuzz.case import Case, Worst
 from megajax.analysis.fuzz.draw import LAYOUTS, MOST_DEVICES, draw
 from megajax.analysis.fuzz.explain import explained
+from megajax.analysis.fuzz.time_limit import time_limit
 from megajax.analysis.inspect.child import NO_CUDNN
 from megajax.analysis.inspect.emulated_step import EmulatedStep
 from megajax.analysis.inspect.result import Compared
@@ -28,7 +29,6 @@ from megajax.analysis.inspect.tolerances import has_16_bits
 from megajax.base.errors import reason
 from megajax.core.config import Config, ConfigError
 
-PATIENCE = 1800  # seconds after which a step counts as hanging, even on a busy machine
 MOST_LINES = 12  # most lines of a traceback
 OBJECTS = 100_000  # new objects after which Python collects; tracing a step makes many
 # Other steps use the other cores: waiting for the compiler's threads costs CPU time.
@@ -113,11 +113,8 @@ def _executed_or_explained(told: Mapping[str, Any], reports: str | None) -> Case
         print(f'{FOUND}{found.model_dump_json()}', flush=True)
 
     def execute(config: Config) -> Case:
-        signal.alarm(PATIENCE)
-        try:
+        with time_limit():
             return case(config, told, told['target'])
-        finally:
-            signal.alarm(0)
 
     try:
         config = draw(told['seed'], told['number'], told['fixed'])

@@ -18,6 +18,7 @@ import numpy as np
 
 from megajax.analysis.fuzz.case import Case
 from megajax.analysis.fuzz.draw import described
+from megajax.analysis.fuzz.time_limit import PATIENCE, time_limit
 from megajax.analysis.inspect.child import call_in_child
 from megajax.analysis.inspect.emulated_step import EmulatedStep
 from megajax.analysis.inspect.minimize import smallest
@@ -28,6 +29,7 @@ from megajax.xla.emulate.result import NOT_FOUND, culprit_line
 
 PACKAGES = 'jax', 'jaxlib', 'jax-cuda12-plugin', 'jax-cuda13-plugin', 'megajax', 'flax', 'numpy'
 CONFIG, SMALLEST, HLO = 'config.yaml', 'smallest.yaml', 'hlo'
+REDUCING = 4 * PATIENCE  # seconds for the reducer, which compiles hundreds of parts of a program
 Try = Callable[[Config], Case]
 
 
@@ -95,8 +97,9 @@ def _write_wrong(config: Config, target: str, folder: Path, *, exact: bool) -> I
     exact = exact and has_16_bits(config)
     with tempfile.TemporaryDirectory() as name:
         dumps = Path(name)
-        step = EmulatedStep(config, target, dump_options(dumps))
-        results = step.results(exact=exact)
+        with time_limit():
+            step = EmulatedStep(config, target, dump_options(dumps))
+            results = step.results(exact=exact)
         for path in dumps.glob('*jit_train_step*before_optimizations.txt'):
             shutil.copy(path, folder / 'before_optimizations.txt')
         (folder / 'after_optimizations.txt').write_text(step.program.text)
@@ -108,7 +111,8 @@ def _write_wrong(config: Config, target: str, folder: Path, *, exact: bool) -> I
         np.savez(folder / 'worst_result.npz', actual=actual, expected=expected)
 
         def is_right(text: str) -> bool:
-            return step.results(exact=exact, text=text)[0].ok
+            with time_limit():
+                return step.results(exact=exact, text=text)[0].ok
 
         try:
             culprit = first_wrong(modules(dumps), is_right)
@@ -127,7 +131,7 @@ def _reduce(dumps: Path, folder: Path, target: str, options: Mapping[str, object
     kept = {name: value for name, value in options.items() if not name.startswith('xla_dump')}
     given = dumps, folder, '--target', target, '--options', json.dumps(kept)
     try:
-        call_in_child('megajax.xla.reduce', *given, target=target)
+        call_in_child('megajax.xla.reduce', *given, target=target, seconds=REDUCING)
     except (RuntimeError, ConfigError) as error:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / 'error.txt').write_text(f'{error}\n')

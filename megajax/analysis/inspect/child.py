@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,12 +61,13 @@ def call_in_child(
     say: Callable[[str], None] | None = None,
     meanwhile: Callable[[], object] = lambda: None,
     started: Callable[[subprocess.Popen[str]], object] = lambda child: None,
+    seconds: float | None = None,
 ) -> None:
     """Run `python -m module arguments` on the CPU, and call `meanwhile` as soon as it has started;
     `say` gets each line that it prints.
 
     `started` gets the process, so that a different thread can end it. An exception in a callback,
-    or Ctrl-C, ends the child. Raises ConfigError if cuDNN's
+    or Ctrl-C, ends the child, and so does SIGALRM after `seconds`. Raises ConfigError if cuDNN's
     library is missing or the child raises a ConfigError, EndedBySignal if a signal ends it, and
     RuntimeError if it fails in any other way; the last two have the child's errors.
     """
@@ -78,7 +80,7 @@ def call_in_child(
             command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
         )
         assert child.stdout is not None
-        with child, _ending(child):
+        with child, _ending(child, seconds):
             started(child)
             meanwhile()
             for line in child.stdout:
@@ -104,13 +106,18 @@ def call_in_child(
 
 
 @contextlib.contextmanager
-def _ending(child: subprocess.Popen[str]) -> Iterator[None]:
-    """End a child if the block raises."""
+def _ending(child: subprocess.Popen[str], seconds: float | None) -> Iterator[None]:
+    """End a child if the block raises or takes longer than some seconds."""
+    limit = threading.Timer(seconds or 0, child.send_signal, (signal.SIGALRM,))
     try:
+        if seconds is not None:
+            limit.start()
         yield
     except BaseException:
         child.terminate()
         raise
+    finally:
+        limit.cancel()
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """A finding is told from other faults, minimized, and described by a folder of files."""
 
 import json
+import signal
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -50,7 +51,7 @@ class Step:
     def __init__(self, config: Config, target: str, options: dict[str, Any]):
         self.options = {'xla_gpu_autotune_level': 0, **options}
         self.program = type('Program', (), {'text': 'ENTRY optimized'})
-        self.exact = list[bool]()
+        self.exact, self.limits = list[bool](), list[float]()
         self.made.append(self)
         if folder := options.get('xla_dump_to'):
             module = 'module_0001.jit_train_step'
@@ -61,6 +62,7 @@ class Step:
 
     def results(self, *, exact: bool = False, text: str | None = None) -> list[Compared]:
         self.exact.append(exact)
+        self.limits.append(signal.getitimer(signal.ITIMER_REAL)[0])
         is_right = text is not None and 'after_first' in text
         return [RIGHT, RIGHT] if is_right else [WRONG, RIGHT]
 
@@ -120,7 +122,12 @@ def test_the_folder_of_a_wrong_step_has_the_modules_around_the_pass(
     tmp_path, step, monkeypatch, is_wrong_in_fp32
 ):
     calls = []
-    monkeypatch.setattr(explain, 'call_in_child', lambda *call, **target: calls.append(call))
+
+    def reduce(*call: object, target: str, seconds: float) -> None:
+        assert (target, seconds) == ('h100', explain.REDUCING)
+        calls.append(call)
+
+    monkeypatch.setattr(explain, 'call_in_child', reduce)
     worst = Worst(name=WRONG.name, error=0.25, limit=1e-5, wrong=1, results=2)
     right = worst.model_copy(update={'wrong': 0, 'name': 'loss'})
     both = (right, worst) if is_wrong_in_fp32 else (worst, right)
@@ -140,6 +147,8 @@ def test_the_folder_of_a_wrong_step_has_the_modules_around_the_pass(
     saved = np.load(tmp_path / 'worst_result.npz')
     assert (saved['actual'].sum(), saved['expected'].sum()) == (2, 0)
     assert {*step.made[0].exact} == {is_wrong_in_fp32}
+    assert min(step.made[0].limits) > 0  # a compiler that hangs is ended
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
     readme = (tmp_path / 'README.md').read_text()
     assert 'gradients.head differs by 0.25 (limit 1.0e-05).' in readme
     assert 'loss differs' not in readme

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megajax.analysis.inspect.child import call_in_child
+from megajax.analysis.inspect.child import EndedBySignal, call_in_child
 from megajax.core.config import ConfigError
 from megajax.core.hardware.cpu_flags import LIMIT
 
@@ -90,6 +90,12 @@ def test_a_mistake_in_its_arguments_is_a_failure_with_its_words(
     with pytest.raises(RuntimeError, match=r'error: no pass dumps in x') as error:
         call("import argparse; argparse.ArgumentParser().error('no pass dumps in x')")
     assert not isinstance(error.value, ConfigError)
+
+
+def test_it_has_a_time_limit(call: Callable[..., list[str]]) -> None:
+    with pytest.raises(EndedBySignal, match=r'^SIGALRM ended .* \(it took too long\):') as error:
+        call('import time; time.sleep(100)', seconds=0.3)
+    assert error.value.signal == 'SIGALRM'
 
 
 def test_an_error_of_the_caller_ends_it(call: Callable[..., list[str]], tmp_path: Path) -> None:
