@@ -1,5 +1,6 @@
 """One executed random step, stored as a line of a file that a later call extends."""
 
+import hashlib
 from typing import Any, Literal
 
 from pydantic import Field
@@ -53,6 +54,12 @@ class Case(Result):
     def is_finding(self) -> bool:
         """Whether someone has to look at the case."""
         return self.verdict in ('wrong', 'failed')
+
+    @property
+    def name(self) -> str:
+        """The name of the folder of a finding, which differs for different keys."""
+        digest = hashlib.sha256(repr(self.key).encode()).hexdigest()
+        return f'{self.seed}-{self.number}-{self.target}-{digest[:8]}'
 
     @property
     def key(self) -> Key:

@@ -124,7 +124,7 @@ def _executed_or_explained(told: Mapping[str, Any], reports: str | None) -> Case
     found = execute(config)
     if reports is not None and found.is_finding:
         say(found)
-        found = explained(found, execute, Path(reports, f'{found.seed}-{found.number}'), say)
+        found = explained(found, execute, Path(reports, found.name), say)
     return found
 
 

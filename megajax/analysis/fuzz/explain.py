@@ -36,14 +36,16 @@ Try = Callable[[Config], Case]
 def explained(
     case: Case, execute: Try, folder: Path, say: Callable[[Case], None] = lambda case: None
 ) -> Case:
-    """Return the finding with its smallest config and compiler pass; write files to `folder`.
+    """Return the finding with its smallest config and compiler pass; write `folder` anew.
 
     `execute` returns the case of a config, for the same target. `say` gets the finding each time
     that more is known about it, because what follows may end the process.
     """
     config = Config.model_validate(case.config, strict=False)
     small = smallest(config, lambda simpler: _is_same(execute(simpler), case))
-    folder.mkdir(parents=True, exist_ok=True)
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
     (folder / CONFIG).write_text(dump(config))
     (folder / SMALLEST).write_text(dump(small))
     (folder / 'versions.json').write_text(json.dumps(versions(), indent=2) + '\n')

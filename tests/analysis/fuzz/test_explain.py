@@ -192,6 +192,23 @@ def test_each_part_of_an_explanation_is_told_before_the_next_may_end_the_process
     assert 'first_wrong_module.txt' in read[1]
 
 
+def test_the_folder_has_no_files_of_an_earlier_finding(tmp_path):
+    (tmp_path / 'it' / 'hlo').mkdir(parents=True)
+    (tmp_path / 'it' / 'first_wrong_module.txt').touch()
+    explained(found('failed', 'HloError: no'), lambda _: found('right'), tmp_path / 'it')
+    files = {path.name for path in (tmp_path / 'it').iterdir()}
+    assert files == {'config.yaml', 'smallest.yaml', 'versions.json', 'README.md'}
+
+
+def test_findings_with_different_keys_have_different_folders():
+    case = found('wrong')
+    others = [{'target': 'b200'}, {'fixed': []}, {'jax_version': '0.9'}, {'compiler': 'x'}]
+    others += [{'seed': 5}, {'number': 18}, {'step': 'x'}]
+    names = {case.name, *(case.model_copy(update=other).name for other in others)}
+    assert len(names) == 1 + len(others)
+    assert case.model_copy(update={'verdict': 'failed'}).name == case.name
+
+
 def test_a_step_in_16_bits_is_also_executed_in_fp32_and_its_verdict_is_of_both(step, monkeypatch):
     tried = execute.case(CONFIG, TOLD, 'h100')
     assert step.made[0].exact == [False, True]
