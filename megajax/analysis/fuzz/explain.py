@@ -42,7 +42,13 @@ def explained(
     that more is known about it, because what follows may end the process.
     """
     config = Config.model_validate(case.config, strict=False)
-    small = smallest(config, lambda simpler: _is_same(execute(simpler), case))
+    tried = {config: case}
+
+    def is_same(simpler: Config) -> bool:
+        tried[simpler] = execute(simpler)
+        return _is_same(tried[simpler], case)
+
+    small = smallest(config, is_same)
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
@@ -53,15 +59,14 @@ def explained(
 
     def tell(culprit: str) -> Case:
         told = found.model_copy(update={'culprit': culprit})
-        (folder / 'README.md').write_text(_readme(told, folder))
+        (folder / 'README.md').write_text(_readme(told, tried[small], folder))
         say(told)
         return told
 
     culprit = ''
     told = tell(culprit)
     if case.verdict == 'wrong':
-        exact = case.exact is not None and case.exact.wrong > 0
-        for culprit in _write_wrong(small, case.target, folder, exact=exact):
+        for culprit in _write_wrong(small, case.target, folder, exact=_is_exact(case)):
             told = tell(culprit)
     return told
 
@@ -78,10 +83,21 @@ def versions() -> dict[str, str]:
 
 
 def _is_same(tried: Case, case: Case) -> bool:
-    """Return whether a simpler config has the same verdict and, if not `wrong`, error type."""
+    """Return whether a simpler config has the same fault.
+
+    A step that is wrong in fp32 stays so, and one that fails has the same type of error.
+    """
     if tried.verdict != case.verdict:
         return False
-    return case.verdict == 'wrong' or _error(tried) == _error(case)
+    if case.verdict == 'wrong':
+        worst = tried.exact if _is_exact(case) and tried.exact else tried.as_compiled
+        return worst is not None and worst.wrong > 0
+    return _error(tried) == _error(case)
+
+
+def _is_exact(case: Case) -> bool:
+    """Return whether a step is wrong with fp32 instead of 16-bit types too."""
+    return case.exact is not None and case.exact.wrong > 0
 
 
 def _error(case: Case) -> str:
@@ -145,7 +161,8 @@ def _copy_modules(culprit: Culprit, folder: Path) -> None:
     shutil.copy(culprit.after, folder / 'first_wrong_module.txt')
 
 
-def _readme(case: Case, folder: Path) -> str:
+def _readme(case: Case, small: Case, folder: Path) -> str:
+    """Return the description of a finding; `small` is the case of its smallest config."""
     files = {
         CONFIG: 'the config that was drawn',
         SMALLEST: 'the smallest config that shows the same fault',
@@ -159,7 +176,7 @@ def _readme(case: Case, folder: Path) -> str:
         'worst_result.npz': 'the worst result and the expected one',
         'versions.json': 'versions and XLA flags',
     }
-    worst = [worst for worst in (case.as_compiled, case.exact) if worst and worst.wrong]
+    worst = [worst for worst in (small.as_compiled, small.exact) if worst and worst.wrong]
     first = culprit_line(case.culprit, 'compiler pass ')
     lines = [
         f'# {case.verdict}: seed {case.seed}, step {case.number}, {case.target}',
@@ -168,7 +185,7 @@ def _readme(case: Case, folder: Path) -> str:
         '',
         *(f'{each.name} differs by {each.error} (limit {each.limit:.1e}).' for each in worst),
         *([f'{first[0].upper()}{first[1:]}.'] if case.culprit else []),
-        *(['```', case.message, '```'] if case.message else []),
+        *(['```', small.message, '```'] if small.message else []),
         '',
         '```',
         f'megajax inspect {SMALLEST} --target {case.target} --run --bisect',

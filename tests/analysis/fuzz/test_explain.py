@@ -209,6 +209,19 @@ def test_findings_with_different_keys_have_different_folders():
     assert case.model_copy(update={'verdict': 'failed'}).name == case.name
 
 
+@pytest.mark.parametrize('is_wrong_in_fp32', [True, False])
+def test_a_simpler_step_is_wrong_with_the_same_types(tmp_path, step, monkeypatch, is_wrong_in_fp32):
+    monkeypatch.setattr(explain, 'call_in_child', lambda *_, **__: None)
+    worst = Worst(name=WRONG.name, error=0.25, limit=1e-5, wrong=1, results=2)
+    right = worst.model_copy(update={'wrong': 0})
+    as_compiled = {'as_compiled': worst.model_copy(update={'error': 0.125}), 'exact': right}
+    drawn = {'as_compiled': worst, 'exact': worst if is_wrong_in_fp32 else right}
+    explained(found('wrong', **drawn), lambda x: found('wrong', '', x, **as_compiled), tmp_path)
+    assert (load(tmp_path / 'smallest.yaml') == CONFIG) == is_wrong_in_fp32
+    readme = (tmp_path / 'README.md').read_text()
+    assert f'differs by {0.25 if is_wrong_in_fp32 else 0.125} ' in readme
+
+
 def test_a_step_in_16_bits_is_also_executed_in_fp32_and_its_verdict_is_of_both(step, monkeypatch):
     tried = execute.case(CONFIG, TOLD, 'h100')
     assert step.made[0].exact == [False, True]
