@@ -40,22 +40,18 @@ def band(config: Config, time: StepTime, cluster: Cluster, program: Software) ->
     if fit is None:
         return None
     seen = fit.programs.get(program.name)
-    terms = [_of_rows(fit, seen, program)]
-    if fit.programs:
-        terms += _beyond(config, time, cluster, seen or _of_all(fit))
-        if config.train.has_delayed_scales and program.rounding is None:
-            terms.append((OTHER_DTYPE, f'no {program.name} step with delayed scaling was measured'))
+    beyond = _beyond(config, time, cluster, seen or _of_all(fit))
+    terms = [_of_rows(fit, seen, program), *beyond]
+    if config.train.has_delayed_scales and program.rounding is None:
+        terms.append((OTHER_DTYPE, f'no {program.name} step with delayed scaling was measured'))
     error = math.sqrt(sum(size**2 for size, _ in terms))
     return Band(error, tuple(f'{reason} (\u00b1 {size:.0%})' for size, reason in terms if size))
 
 
 def _of_rows(fit: Fit, seen: Seen | None, program: Software) -> tuple[float, str]:
-    if not fit.programs:
-        return fit.band, count(fit.rows, 'measured step')
     if seen is None:
-        return math.hypot(
-            fit.band, OTHER_PROGRAM
-        ), f'no {program.name} step was measured on the die'
+        why = f'no {program.name} step was measured on the die'
+        return math.hypot(fit.band, OTHER_PROGRAM), why if fit.programs else 'fit.programs is empty'
     if seen.rows >= ENOUGH:
         return seen.band, f'{seen.rows} published throughputs of {program.name}'
     few = 'one throughput' if seen.rows == 1 else f'{seen.rows} throughputs'
@@ -83,11 +79,11 @@ def _beyond(
 
 
 def _of_all(fit: Fit) -> Seen:
-    """Return what the rows of all programs cover together."""
+    """Return what the rows of all programs cover together, or the least if they are unknown."""
     every = fit.programs.values()
     return Seen(
         rows=fit.rows,
         band=fit.band,
-        gpus=max(one.gpus for one in every),
+        gpus=max((one.gpus for one in every), default=1),
         dtypes=tuple({dtype for one in every for dtype in one.dtypes}),
     )

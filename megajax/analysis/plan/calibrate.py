@@ -230,9 +230,7 @@ def _hardware(
             'reference': record.reference.changed(
                 matmul=min(1.0, best[training] / peak), memory=of_memory
             ),
-            # The fit, and the die, have other efficiencies.
-            'fit': None,
-            'die': None,
+            'die': None,  # which has other efficiencies
             'sources': record.sources | sources | ({'inside_host': by} if link else {}),
         }
     )

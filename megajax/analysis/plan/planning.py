@@ -12,7 +12,7 @@ from megajax.analysis.plan.layouts import changed
 from megajax.analysis.plan.memory import largest_microbatch
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.pipeline_verdicts import bubble, on_contexts, on_pipelines
-from megajax.analysis.plan.programs import BY_NAME, ProgramName, Software
+from megajax.analysis.plan.programs import BY_NAME, MEGAJAX, ProgramName, Software
 from megajax.analysis.plan.result import (
     Candidate,
     CostLine,
@@ -238,8 +238,8 @@ def _efficiencies(gpu: Hardware, dtype: str) -> str:
 def _fitted_to(fit: Fit | None) -> str:
     if fit is None:
         return 'unverified: no published throughput'
-    # A calibration fits the machine's own steps, which are of no program.
-    rows = 'published throughput' if fit.programs else 'measured step'
+    # The only fitted step of a calibration is megajax's.
+    rows = 'measured step' if fit.programs.keys() <= {MEGAJAX.name} else 'published throughput'
     return f'fitted to {count(fit.rows, rows)}, mean error {fit.mean:.1%}'
 
 

@@ -8,15 +8,18 @@ import jax
 import numpy as np
 
 from megajax.analysis.plan.network import Cluster
+from megajax.analysis.plan.programs import MEGAJAX
 from megajax.analysis.plan.time import step_time
 from megajax.core.config import Config, MeshConfig, ModelConfig, TrainConfig
-from megajax.core.hardware.dies import Efficiency, Fit
+from megajax.core.hardware.dies import Efficiency, Fit, Seen
 from megajax.core.hardware.records import Hardware
 from megajax.core.parallel.mesh import make_mesh
 from megajax.core.train.feed import place_batch
 from megajax.core.train.step import init_state, make_train_step
 
 STEPS = 5
+# The band of a GPU without published rates: the widest band of the dies with at least ten rows.
+NO_RATES = 0.21
 BUSY = 0.25  # share of the cores that counts as busy, by the load of the last minute
 
 
@@ -77,7 +80,8 @@ def real_seconds(config: Config) -> list[float]:
 def fitted_to_step(record: Hardware, config: Config, seconds: list[float]) -> Hardware:
     """Return the record with the matmul rate at which a step takes the median of `seconds`.
 
-    If no rate gives the median, the record has the nearest possible rate.
+    If no rate gives the median, the record has the nearest possible rate. Its band is at least as
+    wide as before, because one step does not show how well other steps are predicted.
     """
     median = float(np.median(seconds))
 
@@ -87,8 +91,13 @@ def fitted_to_step(record: Hardware, config: Config, seconds: list[float]) -> Ha
     matmul = _where(planned, median, 1e-3, 1.0)
     error = abs(planned(matmul) / median - 1)
     spread = max(abs(measured / median - 1) for measured in seconds)
-    mean, band = (min(1.0, max(1e-3, value)) for value in (error, max(error, spread)))
-    fit = Fit(rows=1, mean=mean, band=band)
+    least = record.fit.band if record.fit else NO_RATES
+    mean, own, band = (
+        min(1.0, max(1e-3, *values))
+        for values in ((error, 0.0), (error, spread), (error, spread, least))
+    )
+    step = Seen(rows=1, band=own, gpus=config.mesh.num_devices, dtypes=(config.train.dtype,))
+    fit = Fit(rows=1, mean=mean, band=band, programs={MEGAJAX.name: step})
     return _with(record, matmul=round(matmul, 4)).model_copy(update={'fit': fit})
 
 

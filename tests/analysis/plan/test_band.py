@@ -104,3 +104,13 @@ def test_without_a_fit_there_is_no_band() -> None:
     gpu = hardware('h200').model_copy(update={'fit': None})
     cluster = Cluster.of(gpu, 1)
     assert band(ONE, step_time(ONE, cluster), cluster, MEGAJAX) is None
+
+
+def test_a_fit_without_programs_covers_one_gpu_and_no_program() -> None:
+    fit = hardware('h200').fit
+    assert fit is not None
+    gpu = hardware('h200').model_copy(update={'fit': fit.model_copy(update={'programs': {}})})
+    found = band(ONE, step_time(ONE, Cluster.of(gpu, 1)), Cluster.of(gpu, 1), MEGAJAX)
+    assert found is not None
+    assert found.error >= math.hypot(fit.band, 0.15)
+    assert found.reasons[0].startswith('fit.programs is empty')

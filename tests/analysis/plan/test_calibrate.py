@@ -10,13 +10,17 @@ from typer.testing import CliRunner
 
 import megajax
 from megajax.analysis.plan import calibrate
+from megajax.analysis.plan.band import ENOUGH, band
 from megajax.analysis.plan.calibrate import Rate, fit_link, fit_products
+from megajax.analysis.plan.layouts import changed
 from megajax.analysis.plan.network import Cluster
-from megajax.analysis.plan.real_step import busy, config_for, fitted_to_step
+from megajax.analysis.plan.programs import MEGAJAX, MEGATRON
+from megajax.analysis.plan.real_step import NO_RATES, busy, config_for, fitted_to_step
 from megajax.analysis.plan.time import step_time
 from megajax.commands.main import app
+from megajax.core.config.experts import ExpertsConfig
 from megajax.core.hardware.dies import Efficiency
-from megajax.core.hardware.records import Link, hardware
+from megajax.core.hardware.records import Link, hardware, hardware_names
 
 
 def test_the_curve_of_products_is_recovered():
@@ -199,7 +203,8 @@ def test_the_rate_of_training_is_that_of_the_steps(matmul):
     seconds = step_time(config, Cluster.of(true, 8)).total
     found = fitted_to_step(h100, config, [seconds, 1.1 * seconds, 0.95 * seconds])
     assert found.efficiency.matmul == pytest.approx(matmul, abs=1e-3)
-    assert found.fit.band == pytest.approx(0.1)
+    assert found.fit.programs['megajax'].band == pytest.approx(0.1)
+    assert found.fit.band == pytest.approx(h100.fit.band)  # 0.15
     assert found.reference == h100.reference
 
 
@@ -207,6 +212,36 @@ def test_steps_that_no_rate_explains_leave_their_error():
     config = config_for(8, is_gpu=True)
     found = fitted_to_step(hardware('h100'), config, [1e-6] * 5)
     assert (found.efficiency.matmul, found.fit.band) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(('name', 'least'), [('h100', 0.15), ('no rates', NO_RATES)])
+def test_one_step_does_not_narrow_the_band_of_the_die(name, least):
+    """And the band widens for everything that this step, on 2 GPUs in bf16, does not cover."""
+    known = (
+        hardware('h100') if name == 'h100' else hardware('h100').model_copy(update={'fit': None})
+    )
+    measured = fitted_to_step(known, config_for(2, is_gpu=True), [0.3] * 5)
+
+    def error(gpus=2, program=MEGAJAX, **keys):
+        config = changed(config_for(gpus, is_gpu=True), **keys)
+        cluster = Cluster.of(measured, gpus)
+        return band(config, step_time(config, cluster, program), cluster, program).error
+
+    assert error() == pytest.approx(least, abs=0.01)
+    experts = ExpertsConfig(count=8, active=2, ffn_size=512)
+    for wider in (
+        error(gpus=64),
+        error(train__dtype='fp8'),
+        error(model__experts=experts),
+        error(program=MEGATRON),
+    ):
+        assert wider > error() + 0.005
+
+
+def test_a_gpu_without_rates_has_the_widest_band_of_a_fitted_die():
+    fits = [hardware(name).fit for name in hardware_names()]
+    widest = max(fit.band for fit in fits if fit and fit.rows >= ENOUGH)
+    assert widest <= NO_RATES < widest + 0.01
 
 
 def test_a_machine_where_others_work_is_said_to_be_busy(monkeypatch):
@@ -232,5 +267,5 @@ def test_a_plan_names_the_steps_of_this_machine_as_what_it_was_fitted_to(tmp_pat
     (file := tmp_path / 'mine.yaml').write_text(own.model_dump_json())  # JSON is YAML
     calibrated, known = (megajax.plan(config, gpu=gpu) for gpu in (file, 'h100'))
     assert 'fitted to 1 measured step, mean error' in calibrated.efficiencies
-    assert calibrated.band_reasons[0].startswith('1 measured step (')
+    assert calibrated.band_reasons[0].startswith('only one throughput of megajax fitted (')
     assert 'published throughputs, mean error' in known.efficiencies
