@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -192,6 +193,30 @@ def test_a_link_is_measured_by_what_a_ring_sends(monkeypatch):
         (4 * elements * 2 * (devices - 1) / devices, number)
         for number, elements in enumerate(calibrate.ELEMENTS, 1)
     ]
+
+
+@pytest.mark.parametrize(('platform', 'share'), [('gpu', 1), ('cpu', 8)])
+def test_each_gpu_reads_more_than_its_cache_has_however_many_there_are(
+    platform, share, monkeypatch
+):
+    """The devices of a CPU share its memory, so each has a part of the array."""
+    shapes = []
+
+    def record(shape, dtype):
+        shapes.append(shape)
+        return np.zeros(8, np.float32)
+
+    device = SimpleNamespace(platform=platform)
+    monkeypatch.setattr(calibrate, '_on_every_device', record)
+    monkeypatch.setattr(calibrate, '_seconds', lambda run, *, most: 1.0)
+    for count in (1, 8):
+        monkeypatch.setattr(jax, 'devices', lambda count=count: [device] * count)
+        calibrate._memory_bandwidth(1.0)
+    alone, of_eight = (elements for (elements,) in shapes)
+    assert (alone, of_eight) == (calibrate.MEMORY_ELEMENTS, alone // share)
+    caches = [gpu.compiler.l2_cache for gpu in map(hardware, hardware_names()) if gpu.compiler]
+    bytes_of_each = 4 * alone
+    assert bytes_of_each > 4 * max(caches)
 
 
 @pytest.mark.parametrize('matmul', [0.05, 0.31, 0.9])
