@@ -20,6 +20,7 @@ from megajax.base.files.outputs import with_folder
 from megajax.base.render.units import rounded
 from megajax.core.hardware.dies import Efficiency, Reference
 from megajax.core.hardware.records import Dtype, Hardware, Link, hardware_of
+from megajax.core.hardware.targets import capability_of, is_nvidia
 from megajax.core.parallel.layout import batch_layout
 
 SIZES = 128, 256, 512, 1024, 2048, 4096, 8192
@@ -51,7 +52,7 @@ def calibrate(out: Path, *, seconds: float) -> Iterator[str]:
         yield warning
     known = hardware_of(device.device_kind)
     yield f'{len(jax.devices())} x {device.device_kind}'
-    narrow: Dtype = 'bfloat16' if known is None or 'bfloat16' in known.peak_flops else 'float16'
+    narrow = _narrow(device, known)
     dtypes: tuple[Dtype, ...] = ('float32', narrow)
     rates = {}
     for dtype in dtypes:
@@ -71,7 +72,8 @@ def calibrate(out: Path, *, seconds: float) -> Iterator[str]:
             f'{1e6 * link.latency:.1f} us per step'
         )
     alone = _hardware(device, known, rates, bandwidth, link)
-    config = config_for(len(jax.devices()), is_gpu=device.platform == 'gpu')
+    is_gpu = device.platform == 'gpu'
+    config = config_for(len(jax.devices()), is_gpu=is_gpu, narrow=narrow)
     step_seconds = real_seconds(config)
     fitted = fitted_to_step(alone, config, step_seconds)
     fastest, slowest = 1e3 * min(step_seconds), 1e3 * max(step_seconds)
@@ -84,6 +86,17 @@ def calibrate(out: Path, *, seconds: float) -> Iterator[str]:
     with_folder(partial).write_text(_yaml(fitted), encoding='utf-8')
     os.replace(partial, out)
     yield f'written to {out}'
+
+
+def _narrow(device: jax.Device, known: Hardware | None) -> Dtype:
+    """Return the dtype of 16 bits in which a device computes fastest.
+
+    GPUs before compute capability 8.0 emulate bfloat16.
+    """
+    if known:
+        return 'bfloat16' if 'bfloat16' in known.peak_flops else 'float16'
+    capability = capability_of(device) if is_nvidia(device) else None
+    return 'float16' if capability and capability < (8, 0) else 'bfloat16'
 
 
 def fit_products(rates: list[Rate], peak: float) -> tuple[float, float]:

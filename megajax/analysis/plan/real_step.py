@@ -12,7 +12,7 @@ from megajax.analysis.plan.programs import MEGAJAX
 from megajax.analysis.plan.time import step_time
 from megajax.core.config import Config, MeshConfig, ModelConfig, TrainConfig
 from megajax.core.hardware.dies import Efficiency, Fit, Seen
-from megajax.core.hardware.records import Hardware
+from megajax.core.hardware.records import Dtype, Hardware
 from megajax.core.parallel.mesh import make_mesh
 from megajax.core.train.feed import place_batch
 from megajax.core.train.step import init_state, make_train_step
@@ -34,10 +34,10 @@ def busy() -> str | None:
     )
 
 
-def config_for(devices: int, *, is_gpu: bool) -> Config:
+def config_for(devices: int, *, is_gpu: bool, narrow: Dtype = 'bfloat16') -> Config:
     """Return a GPT whose step takes a few tenths of a second on a CPU or on a GPU.
 
-    The batch has at least one sequence for every device.
+    It computes in `narrow` on a GPU. The batch has at least one sequence for every device.
     """
     width, length, rows = (2048, 2048, 4) if is_gpu else (512, 256, 2)
     return Config(
@@ -53,7 +53,7 @@ def config_for(devices: int, *, is_gpu: bool) -> Config:
         train=TrainConfig(
             batch_size=rows * devices,
             seq_len=length,
-            dtype='bfloat16' if is_gpu else 'float32',
+            dtype=narrow if is_gpu else 'float32',
             recompute='none',
         ),
     )

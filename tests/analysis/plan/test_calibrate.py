@@ -233,6 +233,23 @@ def test_the_rate_of_training_is_that_of_the_steps(matmul):
     assert found.reference == h100.reference
 
 
+@pytest.mark.parametrize('name', hardware_names())
+def test_a_gpu_trains_in_the_dtype_whose_matmuls_were_measured(name):
+    gpu = hardware(name)
+    narrow = calibrate._narrow(SimpleNamespace(platform='gpu'), gpu)
+    config = config_for(1, is_gpu=True, narrow=narrow)
+    assert config.train.dtype in gpu.peak_flops
+    assert fitted_to_step(gpu, config, [0.3] * 5).fit.programs['megajax'].dtypes == (narrow,)
+
+
+@pytest.mark.parametrize(('capability', 'narrow'), [('7.5', 'float16'), ('8.9', 'bfloat16')])
+def test_a_gpu_without_a_record_is_measured_in_a_dtype_that_it_has(capability, narrow, monkeypatch):
+    gpu = SimpleNamespace(platform='gpu', device_kind='NVIDIA T9', compute_capability=capability)
+    monkeypatch.setattr(jax, 'local_devices', lambda: [gpu])
+    assert calibrate._narrow(gpu, None) == narrow
+    assert calibrate._narrow(SimpleNamespace(platform='cpu'), None) == 'bfloat16'
+
+
 def test_steps_that_no_rate_explains_leave_their_error():
     config = config_for(8, is_gpu=True)
     found = fitted_to_step(hardware('h100'), config, [1e-6] * 5)
