@@ -2,12 +2,14 @@
 
 import logging
 import threading
+from collections import Counter
 
 import jax
 from jax.sharding import Mesh
 
 from megajax.core.config import Config
 from megajax.core.hardware.records import hardware_of
+from megajax.core.parallel.mesh import host_names
 
 PATIENCE = 2.0  # seconds that a run waits for the layout search
 
@@ -17,15 +19,17 @@ logger = logging.getLogger(__name__)
 def mesh_advice(config: Config, mesh: Mesh) -> str:
     """Return the line for the GPUs of a mesh; empty for unknown GPUs, and in all processes but 0.
 
-    It never fails and takes at most PATIENCE seconds; if the search takes longer, its part is
-    omitted.
+    All processes must call it. It is also empty for hosts with different numbers of GPUs. It never
+    fails and takes at most PATIENCE seconds; if the search takes longer, its part is omitted.
     """
-    device = mesh.devices.flat[0]
+    hosts, device = host_names(), mesh.devices.flat[0]
     if jax.process_index() != 0 or hardware_of(device.device_kind) is None:
         return ''
     lines = list[str]()
-    host = mesh.size if jax.process_count() == 1 else None
-    arguments = config, device.device_kind, host, lines
+    counts = {*Counter(hosts[each.process_index] for each in mesh.devices.flat).values()}
+    if len(counts) > 1:
+        return ''
+    arguments = config, device.device_kind, counts.pop(), lines
     # The search runs in a thread, because a search of many layouts cannot be stopped.
     search = threading.Thread(target=_search, args=arguments, name='mesh advice', daemon=True)
     search.start()
@@ -33,7 +37,7 @@ def mesh_advice(config: Config, mesh: Mesh) -> str:
     return f'plan       {lines[-1]}' if lines else ''
 
 
-def _search(config: Config, kind: str, gpus_per_host: int | None, lines: list[str]) -> None:
+def _search(config: Config, kind: str, gpus_per_host: int, lines: list[str]) -> None:
     try:
         from megajax.analysis.plan.advice import advice
 

@@ -19,9 +19,9 @@ from megajax.runtime.run.run import _describe
 CONFIG = load('tiny', ['mesh.data=4', 'mesh.model=1'])
 
 
-def mesh_of(kind: str) -> Any:
-    device = SimpleNamespace(device_kind=kind)
-    return cast(Any, SimpleNamespace(devices=np.array([device] * 4), size=4))
+def mesh_of(kind: str, processes: tuple[int, ...] = (0, 0, 0, 0)) -> Any:
+    devices = [SimpleNamespace(device_kind=kind, process_index=index) for index in processes]
+    return cast(Any, SimpleNamespace(devices=np.array(devices)))
 
 
 H100 = mesh_of(hardware('h100').device_kinds[0])
@@ -39,6 +39,24 @@ def test_other_devices_get_none(kind):
 def test_the_other_processes_search_nothing(monkeypatch):
     monkeypatch.setattr(jax, 'process_index', lambda: 1)
     assert mesh_advice.mesh_advice(CONFIG, H100) == ''
+
+
+@pytest.mark.parametrize(
+    ('processes', 'per_host'), [((0, 0, 1, 1), 2), ((0, 1, 2, 3), 1), ((0, 1, 1, 1), None)]
+)
+def test_the_hosts_of_the_plan_are_those_of_the_run(processes, per_host, monkeypatch):
+    """A process has a host here; with unequal hosts, there is no line."""
+    monkeypatch.setattr(mesh_advice, 'host_names', lambda: ['a', 'b', 'c', 'd'])
+    asked = []
+
+    def advise(config, gpu, gpus_per_host):
+        asked.append(gpus_per_host)
+        yield 'a line'
+
+    monkeypatch.setattr(advice, 'advice', advise)
+    kind = hardware('h100').device_kinds[0]
+    line = mesh_advice.mesh_advice(CONFIG, mesh_of(kind, processes))
+    assert (line, asked) == (('plan       a line', [per_host]) if per_host else ('', []))
 
 
 def test_a_mistake_of_the_plan_costs_the_line_alone(monkeypatch):
