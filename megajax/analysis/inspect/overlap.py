@@ -27,8 +27,8 @@ def rates_of(config: Config, target: str) -> Rates:
         products=products,
         attention=attention,
         memory=gpu.memory_bandwidth * gpu.reference.memory,
-        inside_host=gpu.inside_host.bandwidth,
-        between_hosts=gpu.across_hosts.bandwidth,
+        inside_host=gpu.link('inside_host').bandwidth,
+        between_hosts=gpu.link('across_hosts').bandwidth,
     )
 
 
@@ -115,5 +115,5 @@ def _bandwidth(gpu: Hardware, groups: Groups, devices_per_host: int) -> float:
     on_hosts = [Counter(device // devices_per_host for device in group) for group in groups]
     return min(
         (gpu.ring_bandwidth(members=min(hosts.values()), hosts=len(hosts)) for hosts in on_hosts),
-        default=gpu.inside_host.bandwidth,
+        default=gpu.link('inside_host').bandwidth,
     )

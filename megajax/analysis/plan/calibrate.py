@@ -29,8 +29,7 @@ MEMORY_ELEMENTS = 1 << 27  # 537 MB, four times the L2 cache of a B200
 SHORTEST = 3e-5  # seconds; shorter matmuls measure the launch, not the rate
 MEMORY_TIMES = 16
 MOST_TIMES, LOOP_SECONDS = 256, 0.02  # for a loop that repeats a short matmul
-UNKNOWN = Link(bandwidth=1e9, latency=1e-5)
-UNKNOWN_POWER = 100.0
+SIMULATED_LATENCY = 1e-5  # seconds; an assumption
 
 
 class Rate(NamedTuple):
@@ -85,6 +84,9 @@ def calibrate(out: Path, *, seconds: float) -> Iterator[str]:
     partial = out.with_suffix('.partial')
     with_folder(partial).write_text(_yaml(fitted), encoding='utf-8')
     os.replace(partial, out)
+    missing = [key for key in ('inside_host', 'across_hosts', 'power') if not getattr(fitted, key)]
+    if missing:
+        yield f'not measured: {", ".join(missing)}; set what your plans need in the file'
     yield f'written to {out}'
 
 
@@ -224,8 +226,6 @@ def _hardware(
     best = {dtype: max(rate for _, rate in measured) for dtype, measured in rates.items()}
     by = f'measured by megajax plan calibrate, jax {jax.__version__}'
     record = known or _unknown(device, best, bandwidth, by)
-    if link and not known:
-        record = record.model_copy(update={'across_hosts': link})
     training: Dtype = max(best, key=best.__getitem__)
     peak = record.peak_flops[training]
     matmul, half_size = fit_products(rates[training], peak)
@@ -255,24 +255,27 @@ def _hardware(
 
 def _unknown(device: jax.Device, peaks: dict[Dtype, float], bandwidth: float, by: str) -> Hardware:
     """Return the record of a device whose peaks are the highest rates that were measured."""
+    is_cpu = device.platform == 'cpu'
+    # Simulated devices of a CPU copy from its memory to its memory.
+    copies = Link(bandwidth=bandwidth / 2, latency=SIMULATED_LATENCY)
     return Hardware(
         name=device.device_kind,
         device_kinds=(device.device_kind,),
         peak_flops=peaks,
         memory=_memory(device),
         memory_bandwidth=bandwidth,
-        power=UNKNOWN_POWER,
+        power=None,
         devices_per_host=jax.local_device_count(),
-        inside_host=UNKNOWN,
-        across_hosts=UNKNOWN,
+        inside_host=copies if is_cpu else None,
+        across_hosts=None,
         efficiency=Efficiency(matmul=1.0, half_size=0.0, memory=1.0),
         reference=Reference(matmul=1.0, memory=1.0),
         sources={
             'peak_flops': f'the fastest matmul, {by}',
             'memory_bandwidth': by,
-            'power': 'not measured: set it',
-            'inside_host': 'not measured: there is only one device',
-            'across_hosts': 'not measured: set it',
+            'power': 'not measured',
+            'inside_host': f'not measured{"; simulated devices, an assumption" if is_cpu else ""}',
+            'across_hosts': 'not measured',
             'memory': 'the memory that jax can use on this machine',
         },
     )

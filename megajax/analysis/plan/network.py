@@ -107,9 +107,10 @@ class Cluster:
 
     def ring(self, config: Config, axis: str) -> 'Ring':
         """Return the ring of the GPUs of one group over mesh axes."""
-        inside, across = self.hardware.inside_host, self.hardware.across_hosts
         size, members, hosts = self._group(config, axis)
         bandwidth = self.hardware.ring_bandwidth(members=members, hosts=hosts)
+        across = self.hardware.link('across_hosts' if hosts > 1 else 'inside_host')
+        inside = self.hardware.inside_host or across
         return Ring(
             size=size,
             hosts=hosts,

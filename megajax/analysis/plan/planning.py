@@ -197,12 +197,12 @@ def _too_large(config: Config, needed: int, cluster: Cluster) -> str:
 
 
 def _cost(time: StepTime, cluster: Cluster, tokens: float, price: float | None) -> CostLine:
-    hours = time.total * time.devices / 3600 * tokens / time.tokens
+    hours, power = time.total * time.devices / 3600 * tokens / time.tokens, cluster.hardware.power
     cost = None if price is None else price * hours
     return CostLine(
         tokens=tokens,
         gpu_hours=hours,
-        kilowatt_hours=hours * cluster.hardware.power / 1000,
+        kilowatt_hours=power and hours * power / 1000,
         price=price,
         cost=cost,
         tokens_per_unit=tokens / cost if cost else None,

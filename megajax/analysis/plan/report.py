@@ -186,8 +186,9 @@ def _run(plan: Plan) -> list[Text]:
     cost, faults = plan.cost, plan.faults
     spent = [
         f'{cost.tokens:,.0f} tokens: {count(round(cost.gpu_hours), "GPU-hour")} ({_band(plan)})',
-        f'at most {cost.kilowatt_hours:,.0f} kWh (GPUs at their power limit)',
     ]
+    if cost.kilowatt_hours is not None:
+        spent.append(f'at most {cost.kilowatt_hours:,.0f} kWh (GPUs at their power limit)')
     if cost.cost and cost.tokens_per_unit:
         spent.append(
             f'cost {cost.cost:,.0f} at {cost.price:g} per GPU-hour '

@@ -51,8 +51,9 @@ class CostLine(Result):
 
     tokens: float
     gpu_hours: float
-    kilowatt_hours: float = Field(
-        description='energy of the GPUs at their power limit, without hosts and cooling'
+    kilowatt_hours: float | None = Field(
+        description='energy of the GPUs at their power limit, without hosts and cooling; None if '
+        'the limit is not known'
     )
     price: float | None = Field(description='price of a GPU-hour, as given')
     cost: float | None = Field(description='cost in the currency of the price')

@@ -39,9 +39,9 @@ def _of_other_software(
     if config.optim.kind == 'adamw':
         seconds = time.total - _saved_by_8_bits(config, cluster)
         yield _variant('8-bit moments', config, cluster, program, seconds, IN_8_BITS)
-    if config.mesh.stages == 1:
+    if config.mesh.stages == 1 and (rate := cluster.hardware.to_host):
         sent = _sent_to_host(config, cluster)
-        seconds = time.total + _exposed(sent, config, cluster, time)
+        seconds = time.total + _exposed(config.train.microbatches * sent / rate, config, time)
         name = 'activations in host memory'
         yield _variant(name, config, cluster, program, seconds, ON_HOST).model_copy(
             update={'host_bytes': sent * cluster.devices_per_host}
@@ -82,13 +82,12 @@ def _sent_to_host(config: Config, cluster: Cluster) -> int:
     return Sizes(config, capability).kept - Sizes(config, capability, ON_HOST).kept
 
 
-def _exposed(sent: int, config: Config, cluster: Cluster, time: StepTime) -> float:
-    """Return the seconds that transfers to and from host memory add to a step.
+def _exposed(needed: float, config: Config, time: StepTime) -> float:
+    """Return what transfers that take `needed` seconds in each direction add to a step.
 
     They overlap the computation of the forward and of the backward pass, which takes twice as long,
     or three times with full recomputation.
     """
-    needed = config.train.microbatches * sent / cluster.hardware.to_host
     share = 1 / (4 if config.train.recompute == 'full' else 3)
     computing = time.products + time.memory_bound
     return sum(max(0.0, needed - part * computing) for part in (share, 1 - share))

@@ -55,12 +55,12 @@ class Hardware(Section):
     peak_flops: dict[Dtype, PositiveFloat]  # FLOP/s of dense matmuls, without sparsity
     memory: PositiveInt  # bytes that a program can allocate
     memory_bandwidth: PositiveFloat  # bytes/s
-    power: PositiveFloat  # power limit of the board in watts
+    power: PositiveFloat | None  # power limit of the board in watts; null: unknown
     devices_per_host: PositiveInt
     # number of GPUs that NVLink joins; null: the GPUs of a host
     devices_per_domain: PositiveInt | None = None
-    inside_host: Link
-    across_hosts: Link
+    inside_host: Link | None  # null: unknown, so that no plan has several GPUs in a host
+    across_hosts: Link | None  # null: unknown, so that no plan has several hosts
     pcie: Link | None = None  # link inside a host whose GPUs have no NVLink; null: unknown
     # bytes/s that a GPU sends to the memory of its host; null: over PCIe
     host_bandwidth: PositiveFloat | None = None
@@ -82,9 +82,25 @@ class Hardware(Section):
         return self.compiler.capability if self.compiler else self.capability
 
     @property
-    def to_host(self) -> float:
-        """Bytes/s that a GPU sends to the memory of its host."""
-        return self.host_bandwidth or (self.pcie or self.across_hosts).bandwidth
+    def to_host(self) -> float | None:
+        """Bytes/s that a GPU sends to the memory of its host; None if no link is known."""
+        link = self.pcie or self.across_hosts
+        return self.host_bandwidth or (link.bandwidth if link else None)
+
+    def link(self, name: Literal['inside_host', 'across_hosts']) -> Link:
+        """Return one of the links; raise ConfigError if it is null."""
+        link = self.inside_host if name == 'inside_host' else self.across_hosts
+        if link is None:
+            where, instead = (
+                ('between GPUs of a host', 'one GPU per host')
+                if name == 'inside_host'
+                else ('between hosts', 'the GPUs of one host (--gpus-per-host)')
+            )
+            raise ConfigError(
+                f'{name}: the link {where} of {self.name} was not measured; set {name}: '
+                f'{{bandwidth, latency}} in its file, or plan for {instead}'
+            )
+        return link
 
     def product_rate(self, dtype: str, *, is_attention: bool = False) -> float:
         """Return the FLOP/s of the fastest matmuls or of flash attention.
@@ -104,8 +120,12 @@ class Hardware(Section):
         different GPUs, so the network cards of all these GPUs serve the group. Other groups use the
         network cards of their own GPUs.
         """
-        inside = self.inside_host.bandwidth
-        return inside if hosts == 1 else min(inside, self.across_hosts.bandwidth * members)
+        if hosts == 1:
+            return self.link('inside_host').bandwidth
+        across = self.link('across_hosts').bandwidth * members
+        if members == 1 and self.inside_host is None:
+            return across
+        return min(self.link('inside_host').bandwidth, across)
 
 
 def check_dtype(dtype: str, gpu: Hardware) -> None:

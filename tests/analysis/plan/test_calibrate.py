@@ -19,6 +19,7 @@ from megajax.analysis.plan.programs import MEGAJAX, MEGATRON
 from megajax.analysis.plan.real_step import NO_RATES, busy, config_for, fitted_to_step
 from megajax.analysis.plan.time import step_time
 from megajax.commands.main import app
+from megajax.core.config import ConfigError
 from megajax.core.config.experts import ExpertsConfig
 from megajax.core.hardware.dies import Efficiency
 from megajax.core.hardware.records import Link, hardware, hardware_names
@@ -88,7 +89,9 @@ def test_the_devices_at_hand_are_measured_and_planned_for(tmp_path, monkeypatch)
 
 
 DEVICE = SimpleNamespace(
-    device_kind='NVIDIA H100 80GB HBM3', memory_stats=lambda: {'bytes_limit': 7 * 2**30}
+    device_kind='NVIDIA H100 80GB HBM3',
+    platform='gpu',
+    memory_stats=lambda: {'bytes_limit': 7 * 2**30},
 )
 MEASURED = {
     'float32': [Rate(1024, 2e13), Rate(2048, 1e13)],
@@ -102,17 +105,38 @@ def test_an_unknown_device_has_the_peaks_and_the_memory_that_were_measured(tmp_p
     found = calibrate._hardware(DEVICE, None, MEASURED, 1.5e12, LINK)
     assert found.peak_flops == {'float32': 2e13, 'bfloat16': 4e14}
     assert (found.memory, found.memory_bandwidth) == (7 * 2**30, 1.5e12)
-    assert found.inside_host == found.across_hosts == LINK
+    assert (found.inside_host, found.across_hosts, found.power) == (LINK, None, None)
     # A matmul of the fastest rate is the reference, and sizes decide what a matmul reaches.
     assert (found.reference.matmul, found.reference.memory, found.efficiency.memory) == (1, 1, 1)
     assert found.efficiency.matmul * (1024 / (1024 + found.efficiency.half_size)) ** 3 < 1
     file = tmp_path / 'here.yaml'
     file.write_text(calibrate._yaml(found))
     rounded = LINK.model_copy(update={'bandwidth': 123500000.0})
-    assert hardware(file) == found.model_copy(
-        update={'inside_host': rounded, 'across_hosts': rounded}
-    )
+    assert hardware(file) == found.model_copy(update={'inside_host': rounded})
     assert file.read_text().startswith('name: NVIDIA H100')  # in the order of a record
+
+
+@pytest.mark.parametrize(('link', 'gpus'), [(None, 1), (None, 2), (LINK, 2), (LINK, 4)])
+def test_a_plan_needs_the_links_that_it_uses_and_no_power(link, gpus, tmp_path):
+    """Of two GPUs per host, or one if no link was measured."""
+    found = calibrate._hardware(DEVICE, None, MEASURED, 1.5e12, link)
+    found = found.model_copy(update={'devices_per_host': 2 if link else 1})
+    (file := tmp_path / 'mine.yaml').write_text(calibrate._yaml(found))
+    config = config_for(gpus, is_gpu=True)
+    if gpus > found.devices_per_host:
+        with pytest.raises(ConfigError, match='across_hosts: the link between hosts of NVIDIA'):
+            megajax.plan(config, gpu=file)
+        return
+    plan = megajax.plan(config, gpu=file, savings=True)
+    assert plan.cost.kilowatt_hours is None
+    assert 'kWh' not in str(plan)
+    assert plan.what_if[0].name == 'as planned'
+
+
+def test_the_simulated_devices_of_a_cpu_copy_in_its_memory():
+    cpu = SimpleNamespace(device_kind='cpu', platform='cpu', memory_stats=dict)
+    found = calibrate._hardware(cpu, None, MEASURED, 2e10, None)
+    assert found.inside_host.bandwidth == 1e10
 
 
 def test_a_known_gpu_keeps_what_its_vendor_says():
