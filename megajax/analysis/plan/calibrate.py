@@ -18,10 +18,13 @@ from ruamel.yaml import YAML
 from megajax.analysis.plan.real_step import busy, config_for, fitted_to_step, real_seconds
 from megajax.base.files.outputs import with_folder
 from megajax.base.render.units import rounded
+from megajax.core.config import ConfigError
 from megajax.core.hardware.dies import Efficiency, Reference
+from megajax.core.hardware.memory import memory_fraction
 from megajax.core.hardware.records import Dtype, Hardware, Link, hardware_of
 from megajax.core.hardware.targets import capability_of, is_nvidia
 from megajax.core.parallel.layout import batch_layout
+from megajax.core.parallel.mesh import usable_devices
 
 SIZES = 128, 256, 512, 1024, 2048, 4096, 8192
 ELEMENTS = tuple(1 << power for power in range(14, 27, 3))  # sizes of the all-reduced arrays
@@ -46,10 +49,11 @@ def calibrate(out: Path, *, seconds: float) -> Iterator[str]:
     If the peak is unknown, as on a CPU, the rate of the fastest measured matmul replaces it.
     Standalone matmuls are the reference; the efficiency in training comes from five real steps.
     """
-    device = jax.devices()[0]
+    device = usable_devices()[0]
     if warning := busy():
         yield warning
     known = hardware_of(device.device_kind)
+    memory = known.memory if known else _memory(device)
     yield f'{len(jax.devices())} x {device.device_kind}'
     narrow = _narrow(device, known)
     dtypes: tuple[Dtype, ...] = ('float32', narrow)
@@ -70,7 +74,7 @@ def calibrate(out: Path, *, seconds: float) -> Iterator[str]:
             f'all-reduce over {len(jax.devices())} devices: {link.bandwidth / 1e9:.2f} GB/s, '
             f'{1e6 * link.latency:.1f} us per step'
         )
-    alone = _hardware(device, known, rates, bandwidth, link)
+    alone = _hardware(device, known, rates, memory, bandwidth, link)
     is_gpu = device.platform == 'gpu'
     config = config_for(len(jax.devices()), is_gpu=is_gpu, narrow=narrow)
     step_seconds = real_seconds(config)
@@ -219,13 +223,14 @@ def _hardware(
     device: jax.Device,
     known: Hardware | None,
     rates: dict[Dtype, list[Rate]],
+    memory: int,
     bandwidth: float,
     link: Link | None,
 ) -> Hardware:
     """Return the record of a known GPU, or of the device, with what was measured."""
     best = {dtype: max(rate for _, rate in measured) for dtype, measured in rates.items()}
     by = f'measured by megajax plan calibrate, jax {jax.__version__}'
-    record = known or _unknown(device, best, bandwidth, by)
+    record = known or _unknown(device, best, memory, bandwidth, by)
     training: Dtype = max(best, key=best.__getitem__)
     peak = record.peak_flops[training]
     matmul, half_size = fit_products(rates[training], peak)
@@ -253,7 +258,9 @@ def _hardware(
     )
 
 
-def _unknown(device: jax.Device, peaks: dict[Dtype, float], bandwidth: float, by: str) -> Hardware:
+def _unknown(
+    device: jax.Device, peaks: dict[Dtype, float], memory: int, bandwidth: float, by: str
+) -> Hardware:
     """Return the record of a device whose peaks are the highest rates that were measured."""
     is_cpu = device.platform == 'cpu'
     # Simulated devices of a CPU copy from its memory to its memory.
@@ -262,7 +269,7 @@ def _unknown(device: jax.Device, peaks: dict[Dtype, float], bandwidth: float, by
         name=device.device_kind,
         device_kinds=(device.device_kind,),
         peak_flops=peaks,
-        memory=_memory(device),
+        memory=memory,
         memory_bandwidth=bandwidth,
         power=None,
         devices_per_host=jax.local_device_count(),
@@ -276,19 +283,25 @@ def _unknown(device: jax.Device, peaks: dict[Dtype, float], bandwidth: float, by
             'power': 'not measured',
             'inside_host': f'not measured{"; simulated devices, an assumption" if is_cpu else ""}',
             'across_hosts': 'not measured',
-            'memory': 'the memory that jax can use on this machine',
+            'memory': 'of this machine, by jax',
         },
     )
 
 
 def _memory(device: jax.Device) -> int:
-    """Return the bytes that jax can use on a device, or an equal share of the host's memory."""
+    """Return the bytes of a GPU, or a CPU device's equal share of the host's memory.
+
+    Raises ConfigError if jax does not report a GPU's memory.
+    """
     limit = (device.memory_stats() or {}).get('bytes_limit')
-    return (
-        int(limit)
-        if limit
-        else os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') // jax.local_device_count()
-    )
+    if limit:
+        return round(limit / memory_fraction())
+    if device.platform != 'cpu':
+        raise ConfigError(
+            'plan calibrate: jax does not report the memory of this device; unset '
+            'XLA_PYTHON_CLIENT_ALLOCATOR'
+        )
+    return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') // jax.local_device_count()
 
 
 def _yaml(record: Hardware) -> str:

@@ -1,15 +1,16 @@
 """The memory that a program may use: its share of a GPU's memory, and this host's memory."""
 
 import os
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 
-# The share of a GPU's memory that jax allocates for a program; CUDA and NCCL need the rest. jax's
-# default is 0.75, with which some layouts that fit according to `megajax plan` would not run.
+# The share of a GPU's memory that jax allocates for a program; CUDA and NCCL need the rest. With
+# jax's default, some layouts that fit according to `megajax plan` would not run.
 USABLE = 0.92
 FRACTION = 'XLA_PYTHON_CLIENT_MEM_FRACTION'
 # If the user has set one of these, it applies; jax rejects two fractions at once.
 CHOICES = FRACTION, 'XLA_CLIENT_MEM_FRACTION'
+DEFAULT = 0.75  # jax's
 
 
 def claim_gpu_memory(environ: MutableMapping[str, str] = os.environ) -> None:
@@ -22,6 +23,11 @@ def claim_gpu_memory(environ: MutableMapping[str, str] = os.environ) -> None:
     is_platform = environ.get('XLA_PYTHON_CLIENT_ALLOCATOR', '').lower() == 'platform'
     if not is_on_demand and not is_platform and not any(map(environ.get, CHOICES)):
         environ[FRACTION] = str(USABLE)
+
+
+def memory_fraction(environ: Mapping[str, str] = os.environ) -> float:
+    """Return the share of each GPU's memory that jax may allocate."""
+    return float(next((value for name in CHOICES if (value := environ.get(name))), DEFAULT))
 
 
 def host_memory(root: Path = Path('/')) -> int | None:

@@ -53,7 +53,7 @@ class Hardware(Section):
     name: str
     device_kinds: Annotated[tuple[str, ...], Field(strict=False)] = ()  # `device_kind` in jax
     peak_flops: dict[Dtype, PositiveFloat]  # FLOP/s of dense matmuls, without sparsity
-    memory: PositiveInt  # bytes that a program can allocate
+    memory: PositiveInt  # bytes of the GPU, of which a program can allocate the share USABLE
     memory_bandwidth: PositiveFloat  # bytes/s
     power: PositiveFloat | None  # power limit of the board in watts; null: unknown
     devices_per_host: PositiveInt

@@ -58,9 +58,8 @@ def make_mesh(data: int = 1, model: int = 1, *, cross_hosts: bool = False, **axe
     """
     sizes = axis_sizes(data, model, **axes)
     needed = math.prod(sizes.values())
-    claim_gpu_memory()
     _simulate_cpu_devices(needed)
-    devices = _devices()
+    devices = usable_devices()
     if len(devices) < needed:
         raise ConfigError(_too_few(sizes, devices))
     if jax.process_count() > 1 and len(devices) != needed:
@@ -218,11 +217,12 @@ def host_names() -> list[str]:
     return [bytes(row).rstrip(b'\0').decode(errors='replace') for row in names]
 
 
-def _devices() -> list[jax.Device]:
-    """Return jax's devices.
+def usable_devices() -> list[jax.Device]:
+    """Return jax's devices, with the share of GPU memory that `megajax plan` assumes.
 
     Raises ConfigError if the requested platform has none, or if jax would leave GPUs idle.
     """
+    claim_gpu_memory()
     wanted: str = jax.config.jax_platforms or ''  # type: ignore[attr-defined]
     if not any(os.path.exists(device) for device in NVIDIA):
         # Otherwise a CUDA plugin that is installed only to compile prints a traceback, because the

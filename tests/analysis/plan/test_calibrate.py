@@ -22,6 +22,7 @@ from megajax.commands.main import app
 from megajax.core.config import ConfigError
 from megajax.core.config.experts import ExpertsConfig
 from megajax.core.hardware.dies import Efficiency
+from megajax.core.hardware.memory import CHOICES, FRACTION
 from megajax.core.hardware.records import Link, hardware, hardware_names
 
 
@@ -102,7 +103,7 @@ LINK = Link(bandwidth=123456789.0, latency=1e-6)
 
 def test_an_unknown_device_has_the_peaks_and_the_memory_that_were_measured(tmp_path):
     """The plan reads its file, with numbers of four digits."""
-    found = calibrate._hardware(DEVICE, None, MEASURED, 1.5e12, LINK)
+    found = calibrate._hardware(DEVICE, None, MEASURED, 7 * 2**30, 1.5e12, LINK)
     assert found.peak_flops == {'float32': 2e13, 'bfloat16': 4e14}
     assert (found.memory, found.memory_bandwidth) == (7 * 2**30, 1.5e12)
     assert (found.inside_host, found.across_hosts, found.power) == (LINK, None, None)
@@ -119,7 +120,7 @@ def test_an_unknown_device_has_the_peaks_and_the_memory_that_were_measured(tmp_p
 @pytest.mark.parametrize(('link', 'gpus'), [(None, 1), (None, 2), (LINK, 2), (LINK, 4)])
 def test_a_plan_needs_the_links_that_it_uses_and_no_power(link, gpus, tmp_path):
     """Of two GPUs per host, or one if no link was measured."""
-    found = calibrate._hardware(DEVICE, None, MEASURED, 1.5e12, link)
+    found = calibrate._hardware(DEVICE, None, MEASURED, 7 * 2**30, 1.5e12, link)
     found = found.model_copy(update={'devices_per_host': 2 if link else 1})
     (file := tmp_path / 'mine.yaml').write_text(calibrate._yaml(found))
     config = config_for(gpus, is_gpu=True)
@@ -135,16 +136,21 @@ def test_a_plan_needs_the_links_that_it_uses_and_no_power(link, gpus, tmp_path):
 
 def test_the_simulated_devices_of_a_cpu_copy_in_its_memory():
     cpu = SimpleNamespace(device_kind='cpu', platform='cpu', memory_stats=dict)
-    found = calibrate._hardware(cpu, None, MEASURED, 2e10, None)
+    found = calibrate._hardware(cpu, None, MEASURED, 2**30, 2e10, None)
     assert found.inside_host.bandwidth == 1e10
 
 
 def test_a_known_gpu_keeps_what_its_vendor_says():
     h100 = hardware('h100')
-    found = calibrate._hardware(DEVICE, h100, MEASURED, h100.memory_bandwidth / 2, None)
+    found = calibrate._hardware(
+        DEVICE, h100, MEASURED, h100.memory, h100.memory_bandwidth / 2, None
+    )
     assert (found.efficiency.memory, found.reference.memory) == (0.5, 0.5)
     assert found.reference.matmul == pytest.approx(4e14 / h100.peak_flops['bfloat16'])
-    assert calibrate._hardware(DEVICE, h100, MEASURED, 1e99, LINK).efficiency.memory == 1.0
+    assert (
+        calibrate._hardware(DEVICE, h100, MEASURED, h100.memory, 1e99, LINK).efficiency.memory
+        == 1.0
+    )
 
 
 @pytest.mark.parametrize('name', ['h100', 'gb200', 'h100_pcie'])
@@ -153,7 +159,9 @@ def test_a_known_gpu_differs_only_in_what_was_measured(name, link, tmp_path):
     """As `plan` reads the file, whose measured numbers have four digits."""
     known = hardware(name)
     device = SimpleNamespace(device_kind=known.device_kinds[0])
-    found = calibrate._hardware(device, known, MEASURED, known.memory_bandwidth / 2, link)
+    found = calibrate._hardware(
+        device, known, MEASURED, known.memory, known.memory_bandwidth / 2, link
+    )
     file = tmp_path / 'here.yaml'
     file.write_text(calibrate._yaml(found))
     read = hardware(file)
@@ -176,8 +184,30 @@ def test_a_device_without_a_limit_has_a_share_of_the_hosts_memory(monkeypatch):
     sizes = {'SC_PAGE_SIZE': 4096, 'SC_PHYS_PAGES': 8000}
     monkeypatch.setattr('os.sysconf', sizes.__getitem__)
     for stats in (None, {}):
-        device = SimpleNamespace(memory_stats=lambda stats=stats: stats)
+        device = SimpleNamespace(platform='cpu', memory_stats=lambda stats=stats: stats)
         assert calibrate._memory(device) == 4096 * 1000  # of eight devices
+
+
+@pytest.mark.parametrize('name', [FRACTION, 'XLA_CLIENT_MEM_FRACTION', None])
+def test_the_memory_of_a_gpu_includes_what_jax_leaves_free(name, monkeypatch):
+    for choice in CHOICES:
+        monkeypatch.delenv(choice, raising=False)
+    if name:
+        monkeypatch.setenv(name, '0.5')
+    limit = (0.5 if name else 0.75) * 8 * 10**9
+    gpu = SimpleNamespace(platform='gpu', memory_stats=lambda: {'bytes_limit': int(limit)})
+    assert calibrate._memory(gpu) == 8 * 10**9
+    with pytest.raises(ConfigError, match='unset XLA_PYTHON_CLIENT_ALLOCATOR'):
+        calibrate._memory(SimpleNamespace(platform='gpu', memory_stats=lambda: None))
+
+
+def test_nothing_is_measured_on_a_platform_without_devices(tmp_path, monkeypatch):
+    def fail():
+        raise RuntimeError('no such backend')
+
+    monkeypatch.setattr(jax, 'devices', fail)
+    with pytest.raises(ConfigError, match='jax has no such devices'):
+        next(calibrate.calibrate(tmp_path / 'mine.yaml', seconds=1.0))
 
 
 def test_runs_are_repeated_until_there_are_some_or_the_time_is_over(monkeypatch):
