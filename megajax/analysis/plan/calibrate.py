@@ -75,6 +75,7 @@ def calibrate(out: Path, *, seconds: float) -> Iterator[str]:
             f'{1e6 * link.latency:.1f} us per step'
         )
     alone = _hardware(device, known, rates, memory, bandwidth, link)
+    yield f'devices per host: {alone.devices_per_host}{"" if link or not known else ", as sold"}'
     is_gpu = device.platform == 'gpu'
     config = config_for(len(jax.devices()), is_gpu=is_gpu, narrow=narrow)
     step_seconds = real_seconds(config)
@@ -244,7 +245,8 @@ def _hardware(
     return record.model_copy(
         update={
             'name': device.device_kind,
-            'devices_per_host': jax.local_device_count(),
+            # One visible GPU of a known host does not say how many the host has.
+            'devices_per_host': jax.local_device_count() if link else record.devices_per_host,
             'inside_host': link or record.inside_host,
             'efficiency': record.efficiency.changed(
                 matmul=matmul, half_size=half_size, memory=of_memory
