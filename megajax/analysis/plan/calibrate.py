@@ -279,6 +279,7 @@ def _unknown(
         across_hosts=None,
         efficiency=Efficiency(matmul=1.0, half_size=0.0, memory=1.0),
         reference=Reference(matmul=1.0, memory=1.0),
+        capability=capability_of(device) if is_nvidia(device) else None,
         sources={
             'peak_flops': f'the fastest matmul, {by}',
             'memory_bandwidth': by,

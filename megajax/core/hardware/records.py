@@ -78,8 +78,18 @@ class Hardware(Section):
 
     @property
     def compute_capability(self) -> Capability | None:
-        """CUDA's compute capability; None if it is unknown."""
+        """CUDA's compute capability; None if it is unknown, and (0, 0) for a CPU.
+
+        A CPU has none of the kernels that depend on it.
+        """
+        if self.is_cpu:
+            return 0, 0
         return self.compiler.capability if self.compiler else self.capability
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the record is of a CPU, by its name in jax."""
+        return 'cpu' in self.device_kinds
 
     @property
     def to_host(self) -> float | None:
@@ -130,11 +140,18 @@ class Hardware(Section):
 
 def check_dtype(dtype: str, gpu: Hardware) -> None:
     """Raise ConfigError if a GPU does not compute in `train.dtype`."""
-    if dtype not in gpu.peak_flops:
-        raise ConfigError(
-            f'train.dtype={dtype}: {gpu.name} computes in {", ".join(gpu.peak_flops)}; '
-            'use one of them'
+    if dtype in gpu.peak_flops:
+        return
+    dtypes, known = ', '.join(gpu.peak_flops), map(_known, hardware_names())
+    raise ConfigError(
+        f'train.dtype={dtype}: '
+        + (
+            f'{gpu.name} computes in {dtypes}; use one of them'
+            if any(gpu.peak_flops == each.peak_flops for each in known)
+            else f'the file of {gpu.name} has peak_flops of {dtypes}; use one of them, or add '
+            f'peak_flops.{dtype} if it computes in {dtype}'
         )
+    )
 
 
 def hardware_names() -> list[str]:

@@ -1,5 +1,6 @@
 """Calibration: it recovers what it measures, and the planner reads what it writes."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -21,9 +22,10 @@ from megajax.analysis.plan.time import step_time
 from megajax.commands.main import app
 from megajax.core.config import ConfigError
 from megajax.core.config.experts import ExpertsConfig
+from megajax.core.counts.flash import missing_for_flash, uses_flash
 from megajax.core.hardware.dies import Efficiency
 from megajax.core.hardware.memory import CHOICES, FRACTION
-from megajax.core.hardware.records import Link, hardware, hardware_names
+from megajax.core.hardware.records import Link, check_dtype, hardware, hardware_names
 
 
 def test_the_curve_of_products_is_recovered():
@@ -138,6 +140,22 @@ def test_the_simulated_devices_of_a_cpu_copy_in_its_memory():
     cpu = SimpleNamespace(device_kind='cpu', platform='cpu', memory_stats=dict)
     found = calibrate._hardware(cpu, None, MEASURED, 2**30, 2e10, None)
     assert found.inside_host.bandwidth == 1e10
+    # Attention on a CPU is not flash attention, so that its scores need memory.
+    config = changed(config_for(1, is_gpu=False), train__dtype='bfloat16')
+    assert not uses_flash(config, found.compute_capability)
+
+
+@pytest.mark.parametrize(
+    ('version', 'head_dims'), [('7.5', ()), ('8.9', (64, 128)), ('9.0', (64, 128, 256))]
+)
+def test_attention_is_that_of_the_gpu_that_was_measured(version, head_dims, monkeypatch):
+    gpu = SimpleNamespace(device_kind='NVIDIA X', platform='gpu', compute_capability=version)
+    monkeypatch.setattr(jax, 'local_devices', lambda: [gpu])
+    found = calibrate._hardware(gpu, None, MEASURED, 2**30, 1e12, None)
+    lacks = partial(missing_for_flash, 'bfloat16', capability=found.compute_capability)
+    assert tuple(size for size in (64, 128, 256) if not lacks(size)) == head_dims
+    with pytest.raises(ConfigError, match=r'or add peak_flops\.fp8 if it computes in fp8'):
+        check_dtype('fp8', found)
 
 
 def test_a_known_gpu_keeps_what_its_vendor_says():
