@@ -18,6 +18,7 @@ from megajax.analysis.plan.sizes import NO_SAVINGS, Savings
 from megajax.analysis.plan.time import StepTime, Timer
 from megajax.base.errors import Problem
 from megajax.core.config import Config, ConfigError
+from megajax.core.config.overlap_rules import resolved
 from megajax.core.config.section import Section
 from megajax.core.hardware.memory import USABLE
 
@@ -89,7 +90,7 @@ def search(
     no layout fits; the error says what would fit.
     """
     peak_flops(config, cluster)  # raises if the GPU does not compute in the dtype
-    config = program.without_order(config)
+    config = _on_cpu(program.without_order(config), cluster)
     timer, available = Timer(cluster, program), usable_memory(cluster)
     fitting, slower, too_large = list[Choice](), list[Choice](), list[Choice]()
     impossible = dict[Mesh, str]()
@@ -114,6 +115,11 @@ def search(
         too_large=tuple(sorted(too_large, key=lambda choice: choice.bytes)),
         impossible=impossible,
     )
+
+
+def _on_cpu(config: Config, cluster: Cluster) -> Config:
+    """Return a config with `auto` resolved if the cluster is a CPU; layouts resolve it for GPUs."""
+    return resolved(config, on_gpu=False) if cluster.hardware.is_cpu else config
 
 
 def _meshes(config: Config, cluster: Cluster, program: Software) -> Iterator[Mesh]:
@@ -244,6 +250,7 @@ def that_fits(
     savings: Savings = NO_SAVINGS,
 ) -> Config | None:
     """Return a layout with the same batch that fits on a number of GPUs; None if none does."""
+    config = _on_cpu(config, cluster)
     have, capability = usable_memory(cluster), cluster.hardware.compute_capability
     resized = cluster.resized(num_devices)
     for mesh in _meshes(config, resized, program):

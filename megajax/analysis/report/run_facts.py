@@ -19,6 +19,7 @@ from megajax.base.render.text import typed
 from megajax.core.config import Config, ConfigError
 from megajax.core.config.overlap_rules import resolved
 from megajax.core.hardware.records import Hardware, hardware_of
+from megajax.core.hardware.targets import GPUS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,14 +78,14 @@ class Facts:
                 'calibrate FILE.yaml, then run megajax report --gpu FILE.yaml'
             )
         try:
-            return _predict(self.run.compiled_config, gpu, kept.compiled.devices_per_host)
+            config = resolved(self.run.compiled_config, on_gpu=kept.target in GPUS)
+            return _predict(config, gpu, kept.compiled.devices_per_host)
         except ConfigError as error:
             return f'plan has no prediction: {reason(error)}'
 
 
 def _predict(config: Config, gpu: Hardware, devices_per_host: int) -> Prediction:
     cluster = Cluster.of(gpu, config.mesh.num_devices, devices_per_host)
-    config = resolved(config, on_gpu=True)
     time = step_time(config, cluster)
     return Prediction(
         hardware=gpu,

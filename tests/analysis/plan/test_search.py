@@ -42,6 +42,17 @@ def slow_network(gpu: str, bandwidth: float) -> Hardware:
     return record.model_copy(update={'across_hosts': link})
 
 
+@pytest.mark.parametrize(('is_cpu', 'overlap'), [(False, 'batch_split'), (True, 'none')])
+def test_a_cpu_has_no_layout_with_the_schedule_of_gpus(is_cpu: bool, overlap: str) -> None:
+    record = hardware('h100')
+    record = record.model_copy(update={'device_kinds': ('cpu',)}) if is_cpu else record
+    config = load('tiny', ['mesh.data=1', 'mesh.model=2', 'train.batch_size=2'])
+    found = search(config, Cluster.of(record, 2))
+    in_group = [choice.config.train for choice in found.all if choice.mesh.model == 2]
+    assert overlap in {train.overlap for train in in_group}
+    assert ({train.unroll for train in in_group} == {False}) == is_cpu
+
+
 def test_no_tensor_parallelism_where_the_model_fits_and_the_batch_allows():
     for name, gpus in (('gpt2_124m', 8), ('gpt2_345m', 8)):
         keys = {'model__dropout': 0.0, 'train__dtype': 'bfloat16', 'train__batch_size': 8 * gpus}

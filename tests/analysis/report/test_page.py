@@ -12,12 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megajax.analysis.plan.network import Cluster
+from megajax.analysis.plan.time import step_time
 from megajax.analysis.report.cost import SHOWN
 from megajax.analysis.report.html import _VOID
 from megajax.analysis.report.learning import tokens_of
 from megajax.analysis.report.page import QUESTIONS, page
 from megajax.analysis.report.read import Checkpoint, Steps, read_runs
-from megajax.analysis.report.run_facts import Facts
+from megajax.analysis.report.run_facts import Facts, Prediction
+from megajax.core.config.overlap_rules import resolved
+from megajax.core.hardware.records import hardware
 from megajax.runtime.checkpoint.record import RECORD
 
 EVIL = '</pre></script><script>alert(1)</script><img src=x onerror=alert(2)>"\'\u202e\x1b[2J\x00'
@@ -262,6 +266,20 @@ def test_a_run_on_known_gpus_is_compared_with_its_prediction(copied_run: Path) -
     predicted = r'per step, [\d.]+x the predicted [\d.]+ ms \(± \d\d%\); no collective'
     assert re.search(predicted, markup)
     assert 'launch overhead' in markup
+
+
+def test_a_run_on_a_cpu_is_predicted_with_its_own_schedule(finished_run: Path) -> None:
+    """It is not the schedule that `auto` chooses on GPUs."""
+    cpu = hardware('h100').model_copy(update={'device_kinds': ('cpu',)})
+    (run,) = read_runs([finished_run])
+    prediction = Facts(run=run, color=0, gpu=cpu).prediction
+    assert isinstance(prediction, Prediction)
+    config = run.compiled_config
+    of_gpu, of_cpu = (
+        step_time(resolved(config, on_gpu=on_gpu), Cluster.of(cpu, config.mesh.num_devices))
+        for on_gpu in (True, False)
+    )
+    assert prediction.time == of_cpu != of_gpu
 
 
 def test_more_than_megatron_is_a_fault(copied_run: Path) -> None:
