@@ -8,7 +8,8 @@ import jax
 
 from megajax.base.errors import Problem, mistake
 from megajax.core.config import Config, ConfigError, MiscompileError
-from megajax.core.hardware.targets import GPUS
+from megajax.core.hardware.records import Capability, Hardware, hardware
+from megajax.core.hardware.targets import GPUS, capability_of, is_nvidia
 from megajax.xla.miscompiles.entry import Miscompile, Option, Options, Sighting
 from megajax.xla.miscompiles.probe import DEFAULT_TARGET, ask, confirmed
 from megajax.xla.miscompiles.register import REGISTER, detect
@@ -19,11 +20,22 @@ _LISTS = ('xla_disable_hlo_passes',)  # options with comma-separated values
 
 
 def target_of(device: Any) -> str:
-    """Return the target for a device: `cpu`, `tpu`, or the GPU that the device's kind names."""
+    """Return the target for a device: `cpu`, `tpu`, or the GPU that the device's kind names.
+
+    A GPU that is no target has the first target of its architecture, if there is one.
+    """
     if device.platform in ('cpu', 'tpu'):
         return device.platform
     kind = device.device_kind.lower()
-    return next((target for target in GPUS if target in kind), DEFAULT_TARGET)
+    named = [target for target in GPUS if target in kind]
+    capability = capability_of(device) if is_nvidia(device) else None
+    alike = [target for target in GPUS if _is_alike(hardware(target), capability)]
+    return [*named, *alike, DEFAULT_TARGET][0]
+
+
+def _is_alike(gpu: Hardware, capability: Capability | None) -> bool:
+    own = gpu.compute_capability
+    return own is not None and capability is not None and own[0] == capability[0]
 
 
 def mesh_target() -> str:

@@ -260,6 +260,9 @@ def test_a_gpu_has_the_target_that_its_kind_names_or_else_the_default(target: st
 
     assert target_of(gpu(hardware(target).compiler.name)) == target
     assert target_of(gpu('Tesla T4')) == DEFAULT_TARGET
+    # Otherwise, the architecture of its record decides.
+    assert target_of(gpu('NVIDIA B300 SXM6 AC')) == target_of(gpu('NVIDIA GB300')) == 'b200'
+    assert target_of(gpu(hardware('v100').device_kinds[0])) == DEFAULT_TARGET
 
 
 def test_the_report_says_of_each_fault_what_is_done_about_it(answers: Answers) -> None:
