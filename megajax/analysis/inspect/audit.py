@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from megajax.analysis.inspect.expert_lint import of_experts
 from megajax.analysis.inspect.kernels import records
@@ -32,9 +33,9 @@ from megajax.core.counts.collective import Expected, Site
 from megajax.core.counts.expert_rows import LATER_ROUNDS
 from megajax.core.counts.megatron import expected, stated
 from megajax.core.counts.runs import ticks
-from megajax.core.hardware.records import hardware
+from megajax.core.hardware.records import Hardware, hardware
 from megajax.core.hardware.targets import GPUS
-from megajax.core.hardware.tpus import TPUS
+from megajax.core.hardware.tpus import TPUS, Tpu
 from megajax.core.train.compiled_step import CompiledStep
 from megajax.xla.hlo.collectives import Collective, collectives
 from megajax.xla.hlo.cycles import estimated_cycles
@@ -45,21 +46,23 @@ from megajax.xla.hlo.program import Program
 NUM_REPLICATED = 5
 
 
-def audit(config: Config, compiled: CompiledStep, target: str) -> Inspection:
-    """Return the complete inspection of a compiled step."""
+def audit(
+    config: Config, compiled: CompiledStep, target: str, gpu: Hardware | None = None
+) -> Inspection:
+    """Return the complete inspection of a compiled step.
+
+    `gpu` is the GPU whose rates and memory count, by default the target's.
+    """
     on_gpu = target in GPUS
+    gpu = (gpu or hardware(target)) if on_gpu else None
     config = resolved(config, on_gpu=on_gpu)
     program = Program(compiled.text, skipped=LATER_ROUNDS)  # assumes a balanced load of experts
     every = collectives(program, compiled.mesh)
     placed = [collective for collective in every if collective.times]
     wanted = expected(config)
     rows = rows_of(config, placed, wanted)
-    schedule = _schedule(config, program, placed, target, compiled.devices_per_host)
-    times, launched = None, []
-    if on_gpu:
-        launched = [*kernels(program)]
-        times = timeline_of(program, placed, launched, target, compiled.devices_per_host)
-    products = count_products(config, program, target)
+    schedule = _schedule(config, program, placed, gpu, compiled.devices_per_host)
+    products = count_products(config, program, target, gpu)
     twice = products_run_twice(config, program, products) if on_gpu else ()
     return Inspection(
         config=dump(config),
@@ -76,15 +79,12 @@ def audit(config: Config, compiled: CompiledStep, target: str) -> Inspection:
         ratios=_ratios(rows, compiled.mesh),
         schedule=schedule,
         overlapped_share=_overlapped_share(placed, compiled.mesh) if on_gpu else {},
-        rates=rates_of(config, target) if on_gpu else None,
-        compute_seconds=times and times.compute,
-        exposed_seconds=times and times.exposed,
+        **_estimates(config, program, placed, gpu, compiled.devices_per_host),
         wire_seconds=_by_axis(compiled.mesh, schedule, lambda overlap: overlap.seconds),
         hidden_seconds=_by_axis(compiled.mesh, schedule, lambda overlap: overlap.hidden_seconds),
         estimated_cycles=estimated_cycles(program) if target in TPUS else None,
         products=products,
-        kernels=records(program, launched, target) if launched else [],
-        memory=_memory(config, program, compiled, target),
+        memory=_memory(config, program, compiled, TPUS.get(target) or gpu),
         findings=lint(
             config,
             compiled,
@@ -116,6 +116,26 @@ def rows_of(config: Config, placed: Sequence[Collective], wanted: Sequence[Expec
         _row(site, at[site], *([x for x in each if x.site == site] for each in (wanted, allowed)))
         for site in sorted(sites, key=_place)
     ]
+
+
+def _estimates(
+    config: Config,
+    program: Program,
+    placed: Sequence[Collective],
+    gpu: Hardware | None,
+    devices_per_host: int,
+) -> dict[str, Any]:
+    """Return the fields of an inspection that describe kernels and their seconds on a GPU."""
+    if gpu is None:
+        return {'rates': None, 'compute_seconds': None, 'exposed_seconds': None, 'kernels': []}
+    launched = [*kernels(program)]
+    times = timeline_of(program, placed, launched, gpu, devices_per_host)
+    return {
+        'rates': rates_of(config, gpu),
+        'compute_seconds': times.compute,
+        'exposed_seconds': times.exposed,
+        'kernels': records(program, launched, gpu),
+    }
 
 
 def _pipeline(config: Config) -> Pipeline | None:
@@ -255,12 +275,12 @@ def _schedule(
     config: Config,
     program: Program,
     placed: list[Collective],
-    target: str,
+    gpu: Hardware | None,
     devices_per_host: int,
 ) -> list[Overlap]:
-    if target not in GPUS:
+    if gpu is None:
         return []
-    seconds = transfer_seconds(program, placed, target, devices_per_host)
+    seconds = transfer_seconds(program, placed, gpu, devices_per_host)
     return [
         Overlap(
             site=site_of(collective, config).name,
@@ -310,7 +330,9 @@ def _overlapped_share(placed: list[Collective], mesh: dict[str, int]) -> dict[st
     return shares
 
 
-def _memory(config: Config, program: Program, compiled: CompiledStep, target: str) -> Memory:
+def _memory(
+    config: Config, program: Program, compiled: CompiledStep, device: Hardware | Tpu | None
+) -> Memory:
     replicated = sorted(
         replicated_over_model(compiled), key=lambda placement: -placement.bytes_per_device
     )
@@ -318,16 +340,10 @@ def _memory(config: Config, program: Program, compiled: CompiledStep, target: st
         arguments=compiled.arguments,
         temporaries=compiled.temporaries,
         outputs=compiled.outputs,
-        device=_device_memory(target),
+        device=device.memory if device else None,
         at_peak=at_peak(config, program, compiled) if compiled.buffers else [],
         largest_replicated=[
             (placement.name, placement.bytes_per_device)
             for placement in replicated[:NUM_REPLICATED]
         ],
     )
-
-
-def _device_memory(target: str) -> int | None:
-    if target in TPUS:
-        return TPUS[target].memory
-    return hardware(target).memory if target in GPUS else None

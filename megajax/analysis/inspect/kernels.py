@@ -9,7 +9,7 @@ from megajax.analysis.inspect.overlap import kernel_seconds
 from megajax.analysis.inspect.result import Kernel
 from megajax.analysis.inspect.sites import SCOPES, phase_of
 from megajax.core.counts.product import Phase
-from megajax.core.hardware.records import hardware
+from megajax.core.hardware.records import Hardware
 from megajax.xla.hlo.kernels import Kernel as Launched
 from megajax.xla.hlo.program import Program
 
@@ -31,9 +31,8 @@ class Total(NamedTuple):
     seconds: float
 
 
-def records(program: Program, launched: Sequence[Launched], target: str) -> list[Kernel]:
-    """Return a record of each kernel, at the rates of a GPU target, longest first."""
-    gpu = hardware(target)
+def records(program: Program, launched: Sequence[Launched], gpu: Hardware) -> list[Kernel]:
+    """Return a record of each kernel, at the rates of a GPU, longest first."""
     found = [
         Kernel(
             instruction=kernel.instruction.name,

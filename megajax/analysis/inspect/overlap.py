@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from megajax.analysis.inspect.result import Rates
 from megajax.core.config import Config
 from megajax.core.counts.collective import HLO_DTYPES
-from megajax.core.hardware.records import Hardware, hardware
+from megajax.core.hardware.records import Hardware
 from megajax.xla.hlo.collectives import Collective
 from megajax.xla.hlo.groups import Groups, crosses_hosts
 from megajax.xla.hlo.kernels import Kernel
@@ -16,9 +16,9 @@ from megajax.xla.hlo.schedule import Place, Sent, hidden_seconds
 from megajax.xla.hlo.timeline import Timeline, timeline
 
 
-def rates_of(config: Config, target: str) -> Rates:
-    """Return the rates of a GPU target, as `megajax plan` uses them."""
-    gpu, dtype = hardware(target), config.train.dtype
+def rates_of(config: Config, gpu: Hardware) -> Rates:
+    """Return the rates of a GPU, as `megajax plan` uses them."""
+    dtype = config.train.dtype
     products = gpu.product_rate(dtype, is_attention=False)
     attention = gpu.product_rate(config.train.compute_dtype, is_attention=True)
     return Rates(
@@ -35,14 +35,13 @@ def rates_of(config: Config, target: str) -> Rates:
 def transfer_seconds(
     program: Program,
     placed: Sequence[Collective],
-    target: str,
+    gpu: Hardware,
     devices_per_host: int,
 ) -> list[tuple[float, float]]:
     """Return the transfer time of each collective, and the part that matmuls hide, per execution.
 
     Arrays that XLA joined in one instruction share the hidden seconds in proportion to their bytes.
     """
-    gpu = hardware(target)
     sent = sent_by(placed, gpu, devices_per_host)
     hidden = hidden_seconds(program, sent, lambda product: product_seconds(product, gpu))
     seconds = []
@@ -58,11 +57,10 @@ def timeline_of(
     program: Program,
     placed: Sequence[Collective],
     kernels: Sequence[Kernel],
-    target: str,
+    gpu: Hardware,
     devices_per_host: int,
 ) -> Timeline:
-    """Return the timeline of a program for a GPU target, at the rates of `rates_of`."""
-    gpu = hardware(target)
+    """Return the timeline of a program at the rates of `rates_of`."""
     seconds = {
         (kernel.computation.name, kernel.instruction.name): kernel_seconds(kernel, gpu)
         for kernel in kernels

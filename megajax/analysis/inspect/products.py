@@ -13,7 +13,7 @@ from megajax.core.counts.expert_rows import rows_with_unused
 from megajax.core.counts.flash import uses_flash
 from megajax.core.counts.muon import newton_schulz
 from megajax.core.counts.product import Product
-from megajax.core.hardware.records import hardware
+from megajax.core.hardware.records import Hardware, hardware
 from megajax.core.hardware.targets import GPUS
 from megajax.core.parallel.layout import Layout
 from megajax.xla.hlo.products import is_rematerialized, products
@@ -26,13 +26,16 @@ TILE, MULTIPROCESSORS = 64, 132  # edge of a tile of a matmul's result; count of
 LEAST_PART = 24  # fewest elements in each part of a contraction that XLA splits
 
 
-def count_products(config: Config, program: Program, target: str) -> Products:
+def count_products(
+    config: Config, program: Program, target: str, gpu: Hardware | None = None
+) -> Products:
     """Count the FLOPs of a step on one device, in the compiled program and required by the config.
 
     XLA computes exactly the matmuls that `core/counts/products.py` and `muon.py` list, for every
-    family, layout and kind of recomputation. A CPU has no flash attention.
+    family, layout and kind of recomputation. A CPU has no flash attention. `gpu` is the GPU that
+    the step runs on, by default the target's.
     """
-    flash = target in GPUS and uses_flash(config, hardware(target).compute_capability)
+    flash = target in GPUS and uses_flash(config, (gpu or hardware(target)).compute_capability)
     required = [*counts.products(config, flash=flash), *newton_schulz(config)]
     expected = sum(product.times * product.flops for product in required)
     compiled = rematerialized = 0

@@ -72,8 +72,7 @@ def plan(
     is_own = cluster.num_devices == own and _is_possible(config, software, searches=bool(gpus))
     config = software.without_order(config)
     ranking = search(config, cluster, software)
-    on_gpu = not cluster.hardware.is_cpu
-    planned = resolved(config, on_gpu=on_gpu) if is_own else ranking.best.config
+    planned = resolved(config, on_gpu=cluster.hardware.is_gpu) if is_own else ranking.best.config
     time = step_time(planned, cluster, software)
     lost = faults(
         planned, time, cluster, storage=storage, gpu_hours_to_failure=gpu_hours_to_failure

@@ -119,7 +119,7 @@ def search(
 
 def _on_cpu(config: Config, cluster: Cluster) -> Config:
     """Return a config with `auto` resolved if the cluster is a CPU; layouts resolve it for GPUs."""
-    return resolved(config, on_gpu=False) if cluster.hardware.is_cpu else config
+    return config if cluster.hardware.is_gpu else resolved(config, on_gpu=False)
 
 
 def _meshes(config: Config, cluster: Cluster, program: Software) -> Iterator[Mesh]:

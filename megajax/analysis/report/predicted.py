@@ -119,9 +119,11 @@ def _notes(inspection: Inspection) -> Iterator[Html]:
         f'{axis} {ratio:.3f}' for axis, ratio in inspection.ratios.items() if ratio is not None
     )
     parts = [f'Compiled for {where}; bytes relative to {inspection.reference}: {ratios or "none"}.']
+    rates = f' at the rates of {inspection.rates.hardware}' if inspection.rates else ''
     if inspection.compute_seconds is not None and inspection.exposed_seconds is not None:
         parts.append(
-            f"Estimated from XLA's schedule, a step takes {duration(inspection.compute_seconds)} "
+            f"Estimated from XLA's schedule{rates}, a step takes "
+            f'{duration(inspection.compute_seconds)} '
             f'of kernels and {duration(inspection.exposed_seconds)} of exposed communication.'
         )
     memory = inspection.memory

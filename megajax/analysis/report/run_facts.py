@@ -60,7 +60,11 @@ class Facts:
                 f'slow to read; to include it, run megajax report {typed(self.run.folder)}'
             )
         try:
-            return audit(self.run.compiled_config, kept.compiled, kept.target)
+            gpu = self.gpu or hardware_of(kept.device_kind)
+            # A file may lack a link that was not measured.
+            has_rates = gpu is not None and gpu.inside_host and gpu.across_hosts
+            rates = gpu if has_rates else None
+            return audit(self.run.compiled_config, kept.compiled, kept.target, rates)
         except Exception as error:  # the text is from a different version of megajax or XLA
             return f'the compiled step cannot be inspected: {reason(error)}'
 

@@ -82,14 +82,14 @@ class Hardware(Section):
 
         A CPU has none of the kernels that depend on it.
         """
-        if self.is_cpu:
+        if not self.is_gpu:
             return 0, 0
         return self.compiler.capability if self.compiler else self.capability
 
     @property
-    def is_cpu(self) -> bool:
-        """Whether the record is of a CPU, by its name in jax."""
-        return 'cpu' in self.device_kinds
+    def is_gpu(self) -> bool:
+        """Whether the record is of a GPU, and not of a CPU, by its name in jax."""
+        return 'cpu' not in self.device_kinds
 
     @property
     def to_host(self) -> float | None:

@@ -43,7 +43,7 @@ def test_a_transfer_takes_its_bytes_at_the_rate_of_its_link(groups, per_host, ba
     program = Program(TEXT.format(groups=groups, dot=DOT, both=BOTH))
     placed = collectives(program, {'data': 2, 'model': 4})
     size = 4 if groups == MODEL else 2
-    seconds = transfer_seconds(program, placed, 'h100', per_host)
+    seconds = transfer_seconds(program, placed, H100, per_host)
     for (on_wire, _), elements in zip(seconds, (8192 * 4096, 4096 * 4096), strict=True):
         assert on_wire == pytest.approx(2 * (size - 1) / size * 2 * elements / bandwidth)
 
@@ -51,7 +51,7 @@ def test_a_transfer_takes_its_bytes_at_the_rate_of_its_link(groups, per_host, ba
 def test_arrays_that_xla_joined_share_what_is_hidden_by_their_bytes():
     program = Program(TEXT.format(groups=MODEL, dot=DOT, both=BOTH))
     placed = collectives(program, {'data': 2, 'model': 4})
-    (first, hidden), (second, less) = transfer_seconds(program, placed, 'h100', 8)
+    (first, hidden), (second, less) = transfer_seconds(program, placed, H100, 8)
     assert first + second > DOT_SECONDS
     assert hidden + less == pytest.approx(DOT_SECONDS)
     assert hidden == pytest.approx(2 * less)
@@ -60,7 +60,8 @@ def test_arrays_that_xla_joined_share_what_is_hidden_by_their_bytes():
 def test_every_gpu_that_a_step_is_compiled_for_has_rates():
     assert {*GPUS} <= {*hardware_names()}
     for target in GPUS:
-        gpu, rates = hardware(target), rates_of(load('tiny', ['train.dtype=bfloat16']), target)
+        gpu = hardware(target)
+        rates = rates_of(load('tiny', ['train.dtype=bfloat16']), gpu)
         assert rates.products == gpu.peak_flops['bfloat16'] * gpu.reference.matmul
 
 

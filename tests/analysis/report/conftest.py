@@ -10,6 +10,7 @@ from megajax.analysis.inspect.audit import audit
 from megajax.analysis.inspect.result import Inspection
 from megajax.analysis.report import run_facts, write_at_end
 from megajax.core.config import Config, load
+from megajax.core.hardware.records import Hardware
 from megajax.core.train.compiled_step import CompiledStep
 from megajax.runtime.run.run import run
 
@@ -29,10 +30,12 @@ AUDITED: dict[tuple[object, ...], Inspection] = {}
 def _each_program_is_audited_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page audits the step of its run, and most pages here have the same step."""
 
-    def once(config: Config, compiled: CompiledStep, target: str) -> Inspection:
-        key = config, repr(compiled), target
+    def once(
+        config: Config, compiled: CompiledStep, target: str, gpu: Hardware | None
+    ) -> Inspection:
+        key = config, repr(compiled), target, gpu and gpu.name
         if key not in AUDITED:
-            AUDITED[key] = audit(config, compiled, target)
+            AUDITED[key] = audit(config, compiled, target, gpu)
         return AUDITED[key]
 
     monkeypatch.setattr(run_facts, 'audit', once)

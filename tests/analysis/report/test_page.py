@@ -268,6 +268,19 @@ def test_a_run_on_known_gpus_is_compared_with_its_prediction(copied_run: Path) -
     assert 'launch overhead' in markup
 
 
+@pytest.mark.parametrize(
+    ('kind', 'rates'), [('NVIDIA H100 PCIe', 'h100_pcie'), ('NVIDIA B9000', 'h100')]
+)
+def test_a_step_is_estimated_at_the_rates_of_its_own_gpu(
+    kind: str, rates: str, copied_run: Path
+) -> None:
+    """Otherwise at those of the target that it was compiled for."""
+    record = json.loads((copied_run / 'step.json').read_text())
+    record |= {'device_kind': kind, 'target': 'h100'}
+    (copied_run / 'step.json').write_text(json.dumps(record))
+    assert f'schedule at the rates of {hardware(rates).name}, a step' in words(page_on(copied_run))
+
+
 def test_a_run_on_a_cpu_is_predicted_with_its_own_schedule(finished_run: Path) -> None:
     """It is not the schedule that `auto` chooses on GPUs."""
     cpu = hardware('h100').model_copy(update={'device_kinds': ('cpu',)})
