@@ -235,6 +235,7 @@ def _hardware(
     training: Dtype = max(best, key=best.__getitem__)
     peak = record.peak_flops[training]
     matmul, half_size = fit_products(rates[training], peak)
+    is_pcie = record.pcie is not None and record.pcie == record.inside_host
     of_memory = min(1.0, bandwidth / record.memory_bandwidth)
     others = "the others are the known GPU's" if known else 'flash is not measured'
     sources = {
@@ -248,6 +249,8 @@ def _hardware(
             # One visible GPU of a known host does not say how many the host has.
             'devices_per_host': jax.local_device_count() if link else record.devices_per_host,
             'inside_host': link or record.inside_host,
+            # A GPU that is sold with PCIe has one link, under two names.
+            'pcie': link if link and is_pcie else record.pcie,
             'efficiency': record.efficiency.changed(
                 matmul=matmul, half_size=half_size, memory=of_memory
             ),

@@ -185,6 +185,7 @@ def test_a_known_gpu_differs_only_in_what_was_measured(name, link, tmp_path):
     read = hardware(file)
     measured = {'name', 'efficiency', 'reference', 'sources', 'fit', 'die'}
     measured |= {'inside_host', 'devices_per_host'} if link else set()
+    measured |= {'pcie'} if link and name == 'h100_pcie' else set()
     rounded = {'peak_flops'}
     kept = set(type(known).model_fields) - measured - rounded
     assert {key: getattr(read, key) for key in kept} == {key: getattr(known, key) for key in kept}
@@ -196,6 +197,15 @@ def test_a_known_gpu_differs_only_in_what_was_measured(name, link, tmp_path):
     ):
         assert efficiency is expected is None or efficiency == pytest.approx(expected, rel=1e-3)
     assert read.sources['across_hosts'] == known.sources['across_hosts']
+
+
+def test_a_calibrated_gpu_with_pcie_keeps_its_measured_link(tmp_path):
+    known = hardware('h100_pcie')
+    found = calibrate._hardware(DEVICE, known, MEASURED, known.memory, 1e12, LINK)
+    (file := tmp_path / 'here.yaml').write_text(found.model_dump_json())
+    assert hardware(file, 'pcie').inside_host == LINK
+    with pytest.raises(ConfigError, match='--link nvlink: bridges join two'):
+        hardware(file, 'nvlink')
 
 
 def test_a_device_without_a_limit_has_a_share_of_the_hosts_memory(monkeypatch):
