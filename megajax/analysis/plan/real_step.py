@@ -11,6 +11,7 @@ from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.programs import MEGAJAX
 from megajax.analysis.plan.time import step_time
 from megajax.core.config import Config, MeshConfig, ModelConfig, TrainConfig
+from megajax.core.config.overlap_rules import resolved
 from megajax.core.hardware.dies import Efficiency, Fit, Seen
 from megajax.core.hardware.records import Dtype, Hardware
 from megajax.core.parallel.mesh import make_mesh
@@ -37,10 +38,11 @@ def busy() -> str | None:
 def config_for(devices: int, *, is_gpu: bool, narrow: Dtype = 'bfloat16') -> Config:
     """Return a GPT whose step takes a few tenths of a second on a CPU or on a GPU.
 
-    It computes in `narrow` on a GPU. The batch has at least one sequence for every device.
+    It computes in `narrow` on a GPU. The batch has at least one sequence for every device. Overlap
+    and unrolling are resolved, so that the planned step is the one that runs.
     """
     width, length, rows = (2048, 2048, 4) if is_gpu else (512, 256, 2)
-    return Config(
+    config = Config(
         model=ModelConfig(
             num_layers=4,
             hidden_size=width,
@@ -57,6 +59,7 @@ def config_for(devices: int, *, is_gpu: bool, narrow: Dtype = 'bfloat16') -> Con
             recompute='none',
         ),
     )
+    return resolved(config, on_gpu=is_gpu)
 
 
 def real_seconds(config: Config) -> list[float]:

@@ -22,6 +22,7 @@ from megajax.analysis.plan.time import step_time
 from megajax.commands.main import app
 from megajax.core.config import ConfigError
 from megajax.core.config.experts import ExpertsConfig
+from megajax.core.config.overlap_rules import resolved
 from megajax.core.counts.flash import missing_for_flash, uses_flash
 from megajax.core.hardware.dies import Efficiency
 from megajax.core.hardware.memory import CHOICES, FRACTION
@@ -330,6 +331,13 @@ def test_a_gpu_without_a_record_is_measured_in_a_dtype_that_it_has(capability, n
     monkeypatch.setattr(jax, 'local_devices', lambda: [gpu])
     assert calibrate._narrow(gpu, None) == narrow
     assert calibrate._narrow(SimpleNamespace(platform='cpu'), None) == 'bfloat16'
+
+
+@pytest.mark.parametrize('is_gpu', [True, False])
+def test_the_step_that_is_planned_is_the_one_that_runs(is_gpu):
+    config = config_for(2, is_gpu=is_gpu)
+    assert config.train.unroll is is_gpu
+    assert resolved(config, on_gpu=is_gpu) == config
 
 
 def test_steps_that_no_rate_explains_leave_their_error():
