@@ -17,7 +17,7 @@ from megajax.base.render.console import number_columns, open_table, text_columns
 from megajax.base.render.folded import Folded
 from megajax.base.result import Result
 from megajax.core.config import Config, ConfigError
-from megajax.core.hardware.records import check_dtype, hardware, record_name
+from megajax.core.hardware.records import Hardware, check_dtype, hardware, record_name
 
 LONGEST = 2**22  # tokens of a sequence to look for
 LIMITS = 'fewest_gpus', 'longest_sequence'
@@ -77,8 +77,8 @@ def compare(
     busiest device in a group of experts to the mean. Machines are sorted by cost if each has a
     price, else by time.
 
-    A GPU that does not compute in the config's dtype has no layout. Raises ConfigError if none
-    does, and for an unknown GPU.
+    A GPU that does not compute in the config's dtype has no layout, nor has one of whose hosts the
+    GPUs fill a part. Raises ConfigError if no GPU has layouts, and for an unknown GPU.
     """
     count = gpus or config.mesh.num_devices
     software = dataclasses.replace(BY_NAME[program], imbalance=imbalance)
@@ -89,8 +89,12 @@ def compare(
     dtype = config.train.dtype
     if not any(dtype in each.peak_flops for each in found.values()):
         check_dtype(dtype, next(iter(found.values())))
+    clusters = {gpu: _cluster(record, count, gpus_per_host) for gpu, record in found.items()}
+    problems = [reason for reason in clusters.values() if isinstance(reason, str)]
+    if len(problems) == len(clusters):
+        raise ConfigError(*dict.fromkeys(problems))
     machines = [
-        _machine(config, Cluster.of(found[gpu], count, gpus_per_host), software, gpu, price, tokens)
+        _machine(config, clusters[gpu], software, gpu, price, tokens)
         for gpu, price in prices.items()
     ]
     has_prices = all(machine.price is not None for machine in machines)
@@ -102,9 +106,22 @@ def compare(
     return Comparison(gpus=count, tokens=tokens, machines=sorted(machines, key=order))
 
 
+def _cluster(gpu: Hardware, count: int, per_host: int | None) -> Cluster | str:
+    """Return a cluster of the GPUs, or why there is none."""
+    try:
+        cluster = Cluster.of(gpu, count, per_host)
+        if cluster.devices_per_host > 1:
+            gpu.link('inside_host')
+        if cluster.num_hosts > 1:
+            gpu.link('across_hosts')
+    except ConfigError as error:
+        return str(error)
+    return cluster
+
+
 def _machine(
     config: Config,
-    cluster: Cluster,
+    cluster: Cluster | str,
     program: Software,
     gpu: str,
     price: float | None,
@@ -112,6 +129,8 @@ def _machine(
 ) -> Machine:
     names = 'layout', 'tokens_per_second', 'band', 'days', 'gpu_hours', 'cost', *LIMITS
     empty = {'gpu': gpu, 'price': price, **dict.fromkeys(names)}
+    if isinstance(cluster, str):
+        return Machine.model_validate({**empty, 'reason': cluster})
     if config.train.dtype not in cluster.hardware.peak_flops:
         reason = f'does not compute in {config.train.dtype}'
         return Machine.model_validate({**empty, 'reason': reason})

@@ -1,6 +1,7 @@
 """GPUs next to each other: what is cheapest, and what fits."""
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -8,6 +9,7 @@ from typer.testing import CliRunner
 from megajax.analysis.plan.compare import compare, read_prices
 from megajax.commands.main import app
 from megajax.core.config import ConfigError, load
+from megajax.core.hardware.records import hardware
 
 SMALL = ('mesh.data=4', 'mesh.model=1', 'train.batch_size=4', 'train.microbatches=1')
 
@@ -39,6 +41,21 @@ def test_hosts_may_have_any_number_of_gpus() -> None:
     assert [machine.fewest_gpus for machine in of_six] == [4, 6]
     with pytest.raises(ConfigError, match='do not fill hosts of 8'):
         compare(config, {'h100': None}, gpus=12)
+    # GPUs in other hosts are still compared.
+    fills, does_not = compare(config, {'h100': None, 'gb200': None}, gpus=12).machines
+    assert (fills.gpu, fills.reason) == ('gb200', '')
+    assert does_not.layout is None
+    assert does_not.reason.startswith('12 GPUs do not fill hosts of 8')
+
+
+def test_a_gpu_whose_link_was_not_measured_says_so(tmp_path: Path) -> None:
+    gpu = hardware('h100').model_copy(update={'across_hosts': None})
+    (file := tmp_path / 'mine.yaml').write_text(
+        gpu.model_copy(update={'die': None}).model_dump_json()
+    )
+    config = load('gpt2_124m', ('mesh.data=16', 'mesh.model=1', 'train.batch_size=64'))
+    machines = compare(config, {str(file): None, 'h100': None}).machines
+    assert [machine.reason[:13] for machine in machines] == ['', 'across_hosts:']
 
 
 def test_all_gpus_may_be_the_fewest() -> None:
