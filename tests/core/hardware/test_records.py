@@ -49,6 +49,13 @@ def test_the_compiler_is_told_the_same(name):
     assert hardware_of(gpu.compiler.name) == gpu
 
 
+def test_v100s_have_the_hosts_and_the_power_of_their_boards():
+    sxm2, sxm3 = (hardware_of(f'Tesla V100-{board}-32GB') for board in ('SXM2', 'SXM3'))
+    assert (sxm2.devices_per_host, sxm2.power) == (8, 300)
+    assert (sxm3.devices_per_host, sxm3.power) == (16, 350)
+    assert record_name('V100') == 'v100'
+
+
 @pytest.mark.parametrize('kind', ['cpu', 'TPU v5e', 'NVIDIA GeForce RTX 4090'])
 def test_a_device_that_is_not_known_is_none(kind):
     assert hardware_of(kind) is None
