@@ -147,8 +147,12 @@ def _mesh() -> Mesh:
 def _on_every_device(shape: tuple[int, ...], dtype: str) -> jax.Array:
     """Return one array per device, so that all devices work at once, as in a training step."""
     # The numbers are random, because a GPU is faster on constant data.
-    x = jax.random.normal(jax.random.key(0), (len(jax.devices()), *shape)).astype(dtype)
-    return jax.device_put(x, NamedSharding(_mesh(), batch_layout(['data'])('B')))
+    size = len(jax.devices()), *shape
+    make = jax.jit(
+        lambda: jax.random.normal(jax.random.key(0), size).astype(dtype),
+        out_shardings=NamedSharding(_mesh(), batch_layout(['data'])('B')),
+    )
+    return make()
 
 
 def _product_rates(dtype: str, seconds: float) -> Iterator[Rate]:

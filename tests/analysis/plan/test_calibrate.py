@@ -278,6 +278,14 @@ def test_a_link_is_measured_by_what_a_ring_sends(monkeypatch):
     ]
 
 
+def test_no_device_makes_the_arrays_of_the_others(monkeypatch):
+    """With 16 GPUs, they would need 9 GB of one of them, and as much again for random bits."""
+    monkeypatch.setattr(jax, 'device_put', None)
+    x = calibrate._on_every_device((4,), 'float32')
+    assert x.shape == (8, 4)
+    assert {shard.data.shape for shard in x.addressable_shards} == {(1, 4)}
+
+
 @pytest.mark.parametrize(('platform', 'share'), [('gpu', 1), ('cpu', 8)])
 def test_each_gpu_reads_more_than_its_cache_has_however_many_there_are(
     platform, share, monkeypatch
