@@ -21,7 +21,7 @@ from megajax.base.render.units import rounded
 from megajax.core.config import ConfigError
 from megajax.core.hardware.dies import Efficiency, Reference
 from megajax.core.hardware.memory import memory_fraction
-from megajax.core.hardware.records import Dtype, Hardware, Link, hardware_of
+from megajax.core.hardware.records import Dtype, Hardware, Link, hardware, hardware_of
 from megajax.core.hardware.targets import capability_of, is_nvidia
 from megajax.core.parallel.layout import batch_layout
 from megajax.core.parallel.mesh import usable_devices
@@ -241,7 +241,8 @@ def _hardware(
     matmul, half_size = fit_products(rates[training], peak)
     is_pcie = record.pcie is not None and record.pcie == record.inside_host
     of_memory = min(1.0, bandwidth / record.memory_bandwidth)
-    others = "the others are the known GPU's" if known else 'flash is not measured'
+    assumed = "flash is the A100's, an assumption" if record.efficiency.flash else 'no flash'
+    others = "the others are the known GPU's" if known else assumed
     sources = {
         'efficiency': f'{by}: half_size from matmuls in {training}, matmul from training '
         f'steps, and memory; {others}',
@@ -272,6 +273,11 @@ def _unknown(
 ) -> Hardware:
     """Return the record of a device whose peaks are the highest rates that were measured."""
     is_cpu = device.platform == 'cpu'
+    capability = capability_of(device) if is_nvidia(device) else None
+    # Memory is planned for flash attention on such a GPU, so the time must be, too.
+    has_flash = capability is not None and capability >= (8, 0)
+    a100 = hardware('a100')
+    reached, alone = (x.flash if has_flash else None for x in (a100.efficiency, a100.reference))
     # Simulated devices of a CPU copy from its memory to its memory.
     copies = Link(bandwidth=bandwidth / 2, latency=SIMULATED_LATENCY)
     return Hardware(
@@ -284,9 +290,9 @@ def _unknown(
         devices_per_host=jax.local_device_count(),
         inside_host=copies if is_cpu else None,
         across_hosts=None,
-        efficiency=Efficiency(matmul=1.0, half_size=0.0, memory=1.0),
-        reference=Reference(matmul=1.0, memory=1.0),
-        capability=capability_of(device) if is_nvidia(device) else None,
+        efficiency=Efficiency(matmul=1.0, half_size=0.0, flash=reached, memory=1.0),
+        reference=Reference(matmul=1.0, flash=alone, memory=1.0),
+        capability=capability,
         sources={
             'peak_flops': f'the fastest matmul, {by}',
             'memory_bandwidth': by,

@@ -155,6 +155,8 @@ def test_attention_is_that_of_the_gpu_that_was_measured(version, head_dims, monk
     found = calibrate._hardware(gpu, None, MEASURED, 2**30, 1e12, None)
     lacks = partial(missing_for_flash, 'bfloat16', capability=found.compute_capability)
     assert tuple(size for size in (64, 128, 256) if not lacks(size)) == head_dims
+    # Time and memory agree on whether there is a kernel.
+    assert (found.efficiency.flash is not None) == bool(head_dims)
     with pytest.raises(ConfigError, match=r'or add peak_flops\.fp8 if it computes in fp8'):
         check_dtype('fp8', found)
 
