@@ -25,9 +25,10 @@ class Cluster:
     def of(cls, hardware: Hardware, num_devices: int, devices_per_host: int | None = None) -> Self:
         """Return a cluster; by default its hosts have as many GPUs as the type is sold with.
 
-        Raises ConfigError for hosts of unequal size.
+        All simulated devices of a CPU are on one host. Raises ConfigError for hosts of unequal
+        size.
         """
-        per_host = min(num_devices, devices_per_host or hardware.devices_per_host)
+        per_host = min(num_devices, devices_per_host or _sold(hardware, num_devices))
         if num_devices % per_host:
             below = num_devices // per_host * per_host
             raise ConfigError(
@@ -41,7 +42,7 @@ class Cluster:
 
         A part of a host grows to full hosts if the GPUs fill hosts; other hosts keep their size.
         """
-        per_host, sold = self.devices_per_host, self.hardware.devices_per_host
+        per_host, sold = self.devices_per_host, _sold(self.hardware, num_devices)
         if self.num_hosts == 1 and (num_devices <= sold or num_devices % sold == 0):
             per_host = max(per_host, sold)
         return self.of(self.hardware, num_devices, per_host)
@@ -120,6 +121,10 @@ class Cluster:
             latency_inside=inside.latency,
             latency_across=across.latency,
         )
+
+
+def _sold(hardware: Hardware, num_devices: int) -> int:
+    return hardware.devices_per_host if hardware.is_gpu else num_devices
 
 
 @functools.cache

@@ -137,10 +137,11 @@ def test_a_plan_needs_the_links_that_it_uses_and_no_power(link, gpus, tmp_path):
     assert plan.what_if[0].name == 'as planned'
 
 
-def test_the_simulated_devices_of_a_cpu_copy_in_its_memory():
+def test_the_simulated_devices_of_a_cpu_copy_in_its_memory_on_one_host():
     cpu = SimpleNamespace(device_kind='cpu', platform='cpu', memory_stats=dict)
     found = calibrate._hardware(cpu, None, MEASURED, 2**30, 2e10, None)
     assert found.inside_host.bandwidth == 1e10
+    assert Cluster.of(found, 8).num_hosts == Cluster.of(found, 4).resized(16).num_hosts == 1
     # Attention on a CPU is not flash attention, so that its scores need memory.
     config = changed(config_for(1, is_gpu=False), train__dtype='bfloat16')
     assert not uses_flash(config, found.compute_capability)
