@@ -3,10 +3,12 @@
 import logging
 import os
 import threading
+import time
 import tracemalloc
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,8 @@ from megajax.runtime.data.sources.read import read_units
 class Server(SimpleHTTPRequestHandler):
     """A web server of a folder, without ranges.
 
-    It breaks off a file named cut.jsonl, as long as there is no file named whole.
+    It breaks off a file named cut.jsonl, as long as there is no file named whole, and pauses in
+    the middle of slow.jsonl.
     """
 
     def log_message(self, *_: Any) -> None:
@@ -40,6 +43,9 @@ class Server(SimpleHTTPRequestHandler):
         if self.path == '/cut.jsonl' and not Path(self.directory, 'whole').exists():
             outputfile.write(source.read(5000))
         else:
+            if self.path == '/slow.jsonl':
+                outputfile.write(source.read(5000))
+                time.sleep(0.6)
             super().copyfile(source, outputfile)
 
 
@@ -177,6 +183,24 @@ def test_an_answer_that_breaks_off_is_no_end(tmp_path: Path, web: str) -> None:
         units(f'{web}/cut.jsonl', unit=1000)
     with pytest.raises(ConfigError, match=r'none\.jsonl: there is no such file'):
         find_inputs([f'{web}/none.jsonl'], None)
+
+
+@pytest.mark.parametrize('set_by_user', [False, True])
+def test_a_response_may_take_longer_than_aiohttp_allows_by_default(
+    set_by_user: bool, tmp_path: Path, web: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = fsspec.get_filesystem_class('http')
+    limit = import_module('aiohttp').ClientTimeout(total=0.3)
+    monkeypatch.setattr('aiohttp.client.DEFAULT_TIMEOUT', limit)
+    if set_by_user:
+        monkeypatch.setitem(fsspec.config.conf, 'http', {'timeout': 60})
+    write(tmp_path, 'slow.jsonl', LINES)
+    files.clear_instance_cache()  # a session keeps the limit with which it began
+    try:
+        found = units(f'{web}/slow.jsonl', unit=2000)
+    finally:
+        files.clear_instance_cache()
+    assert contents(found) == contents(units(f'{tmp_path}/slow.jsonl', unit=2000))
 
 
 def test_a_long_file_of_a_web_server_takes_little_memory(tmp_path: Path, web: str) -> None:

@@ -15,6 +15,7 @@ from megajax.base.errors import ConfigError, Problem, mistake, reason
 
 BLOCK = 1 << 23  # number of bytes that are fetched at once, if the server supports ranges
 BUFFER = 1 << 20  # number of bytes that are read at once
+CONNECT, SILENCE = 30, 300  # seconds until a web server must have answered, and sent more
 # The names that filesystems have for a value that changes with a file's content, the most reliable
 # first.
 VERSIONS = (
@@ -109,10 +110,24 @@ def open_remote(url: str, size: int, *, at_any_place: bool = False) -> Iterator[
     """
     files, path = _filesystem(url)
     in_one_answer = is_web(url) and not at_any_place
-    block = 0 if in_one_answer else BLOCK
-    with _ask(url, lambda: files.open(path, 'rb', block_size=block)) as file:
+    options = _of_one_answer(files) if in_one_answer else {'block_size': BLOCK}
+    with _ask(url, lambda: files.open(path, 'rb', **options)) as file:
         raw = _Raw(file, url, size, is_seekable=not in_one_answer)
         yield cast(BinaryIO, io.BufferedReader(raw, BUFFER))
+
+
+def _of_one_answer(files: Any) -> dict[str, Any]:
+    """Return the options to read a file of a web server in a single response.
+
+    By default, aiohttp ends a response after 5 minutes, although a large file takes longer.
+    """
+    # Any size, because fsspec would otherwise pass the timeout to its own request for the size.
+    options: dict[str, Any] = {'block_size': 0, 'size': -1}
+    if 'timeout' not in files.kwargs:  # FSSPEC_HTTPS may set one
+        from aiohttp import ClientTimeout
+
+        options['timeout'] = ClientTimeout(total=None, sock_connect=CONNECT, sock_read=SILENCE)
+    return options
 
 
 class CutOffError(OSError):
