@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -38,7 +38,7 @@ from megajax.runtime.data.sources.inputs import Input, find_inputs
 from megajax.runtime.data.sources.manifest import Manifest
 from megajax.runtime.data.sources.pieces import UNIT
 from megajax.runtime.data.sources.read import check_inputs, read_units
-from megajax.runtime.data.sources.remote import UnansweredError
+from megajax.runtime.data.sources.remote import MissingError, RefusedError, UnansweredError
 from megajax.runtime.data.text.spelled_tokens import letters_warning, tokens_note
 from megajax.runtime.data.text.tokenizer import Tokenizer
 
@@ -84,9 +84,11 @@ def build(
     unless it has no tokens. A text document of more than `unit` bytes is encoded in pieces, which
     are cut after a line break and joined again. The output does not depend on the number of
     workers. `train_bpe` trains on the first bytes of each file, in proportion to its size on disk,
-    with a total of 256 MB of text. After a kill or a network error, the same job resumes from the
-    last checkpoint, unless it reads a stream. If an input, the disk or the job is faulty, it raises
-    ConfigError with the file, the position and the fix, and leaves no files behind.
+    with a total of 256 MB of text. After a kill or a network error, the same job resumes from its
+    last checkpoint, unless it reads a stream. The same holds for every ConfigError that you can
+    mend without a change of the inputs or the job, such as a full disk or expired credentials. If
+    an input or the job is faulty, the ConfigError names the file, the position and the fix, and no
+    files are left behind.
     """
     started = time.perf_counter()
     out = Path(job.out).expanduser()
@@ -126,12 +128,21 @@ def build(
 def _cleaned_up(partial: Partial) -> Iterator[None]:
     """Delete the folder after a ConfigError, unless the same command may succeed later.
 
-    It may after an interrupt, an UnfinishedError or an error of the network.
+    It may after an interrupt, an UnfinishedError, or an error in reaching an input, which need not
+    have changed.
     """
     try:
         yield
-    except (UnfinishedError, UnansweredError):
+    except UnfinishedError:
         raise
+    except (UnansweredError, RefusedError, MissingError) as error:
+        raise UnfinishedError(
+            *(
+                replace(each, message=f'{each.message}; run the same command again to resume')
+                for each in error.problems
+                if isinstance(each, Problem)
+            )
+        ) from error
     except ConfigError:
         partial.discard()
         raise

@@ -4,9 +4,9 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from megajax.base.errors import ConfigError, changing_problems, mistake
+from megajax.base.errors import ConfigError, Problem, changing_problems, mistake
 from megajax.corpus.job import Job
-from megajax.corpus.partial import NEW, TOKEN_NAMES, TOKENIZER, Partial
+from megajax.corpus.partial import FIX, NEW, TOKEN_NAMES, TOKENIZER, Partial, UnfinishedError
 from megajax.runtime.data.sources.inputs import Input
 from megajax.runtime.data.sources.parse import parse
 from megajax.runtime.data.sources.pieces import Position
@@ -58,9 +58,8 @@ def saved_tokenizer(
     try:
         tokenizer.save_json(partial.folder / NEW)  # without the names, which are written below
     except Exception as error:  # tokenizers raises no narrower exception
-        raise mistake(
-            saved, f'cannot be written: {error}; free disk space, or choose another OUT'
-        ) from error
+        message = f'cannot be written: {error}; {FIX}'
+        raise UnfinishedError(Problem(str(saved), message)) from error
     saved_json = (partial.folder / NEW).read_bytes()
     if content := tokenizer.names.content:
         partial.write(TOKEN_NAMES, content)

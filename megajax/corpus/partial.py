@@ -36,6 +36,7 @@ FINAL = {
     TOKENS: '.bin',
     INDEX: '.idx',
 }
+FIX = 'free disk space, and run the same command again to resume, or choose another OUT'
 NAMES = frozenset({LENGTHS, DOCUMENTS, PROGRESS, LOCK, NEW, *FINAL})
 
 
@@ -90,7 +91,7 @@ def read_progress(out: Path) -> Progress | None:
 class Partial:
     """The locked folder OUT.partial.
 
-    Disk errors are raised as ConfigErrors that name the file and its size.
+    Disk errors are raised as UnfinishedErrors that name the file and its size.
     """
 
     def __init__(self, out: Path) -> None:
@@ -256,7 +257,5 @@ def _errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         held = f' after {path.stat().st_size} bytes' if path.is_file() else ''
-        raise mistake(
-            path,
-            f'cannot be written{held}: {error.strerror}; free disk space, or choose another OUT',
-        ) from error
+        message = f'cannot be written{held}: {error.strerror}; {FIX}'
+        raise UnfinishedError(Problem(str(path), message)) from error

@@ -487,10 +487,38 @@ def test_a_full_disk_is_named_with_what_was_written(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, '')
     assert re.fullmatch(
         rf'error: .*out.partial/tokens: cannot be written after {limit} bytes: '
-        r'File too large; free disk space, .*\n',
+        r'File too large; free disk space, and run the same command again to resume, .*\n',
         done.stderr,
     )
-    assert not files(tmp_path / 'out')
+
+
+def test_a_build_resumes_after_the_disk_was_full(corpus: Path, tmp_path: Path) -> None:
+    wanted = job(tmp_path / 'out', corpus)
+    with disk_full_at(9000), pytest.raises(ConfigError, match=r'tokens: cannot be written after'):
+        build(wanted, unit=2000, checkpoint_units=1)
+    assert_resumes(wanted, tmp_path)
+
+
+def test_a_build_resumes_after_an_input_could_not_be_read(corpus: Path, tmp_path: Path) -> None:
+    second = tmp_path / 'second.jsonl'
+    second.write_bytes(corpus.read_bytes())
+    wanted = job(tmp_path / 'out', corpus, second)
+
+    def unmount(read: int, total: int) -> None:
+        if second.exists():
+            second.rename(tmp_path / 'elsewhere')
+
+    with pytest.raises(ConfigError, match=r'second.jsonl: .* No such file .*; run the same comm'):
+        build(wanted, report=unmount, unit=2000, checkpoint_units=1)
+    (tmp_path / 'elsewhere').rename(second)
+    assert_resumes(wanted, tmp_path)
+
+
+def assert_resumes(wanted: Job, folder: Path) -> None:
+    summary = build(wanted, unit=2000)
+    assert 0 < summary.encoded < summary.progress.text_bytes
+    build(replace(wanted, out=str(folder / 'whole')), unit=2000)
+    assert tokens_and_index(Path(wanted.out)) == tokens_and_index(folder / 'whole')
 
 
 def test_the_command_takes_several_files_and_standard_input(corpus: Path, tmp_path: Path) -> None:

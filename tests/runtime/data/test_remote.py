@@ -32,12 +32,18 @@ from megajax.runtime.data.sources.read import read_units
 class Server(SimpleHTTPRequestHandler):
     """A web server of a folder, without ranges.
 
-    It breaks off a file named cut.jsonl, as long as there is no file named whole, and pauses in
-    the middle of slow.jsonl.
+    It breaks off a file named cut.jsonl, and denies access to denied.jsonl, as long as there is no
+    file named whole. It pauses in the middle of slow.jsonl.
     """
 
     def log_message(self, *_: Any) -> None:
         pass
+
+    def do_GET(self) -> None:
+        if self.path == '/denied.jsonl' and not Path(self.directory, 'whole').exists():
+            self.send_error(403)
+        else:
+            super().do_GET()
 
     def copyfile(self, source: Any, outputfile: Any) -> None:
         if self.path == '/cut.jsonl' and not Path(self.directory, 'whole').exists():
@@ -246,16 +252,26 @@ def test_a_build_of_a_url_is_that_of_the_file(tmp_path: Path, memory: str) -> No
         assert there.read_bytes() == here.read_bytes()
 
 
-def test_a_build_goes_on_after_an_answer_that_broke_off(tmp_path: Path, web: str) -> None:
-    for name in ('a', 'cut'):
-        write(tmp_path, f'{name}.jsonl', LINES)
+@pytest.mark.parametrize(
+    ('name', 'message'),
+    [
+        ('cut', 'cannot be read to its end: .* at byte .*; check the network'),
+        ('denied', 'cannot be read: 403, .*; check the name and the credentials .*'),
+    ],
+)
+def test_a_build_resumes_after_an_error_of_the_server(
+    name: str, message: str, tmp_path: Path, web: str
+) -> None:
+    for each in ('a', name):
+        write(tmp_path, f'{each}.jsonl', LINES)
     job = Job(
         out=str(tmp_path / 'out'),
-        inputs=(f'{web}/a.jsonl', f'{web}/cut.jsonl'),
+        inputs=(f'{web}/a.jsonl', f'{web}/{name}.jsonl'),
         tokenizer='bytes',
         workers=1,
     )
-    with pytest.raises(ConfigError, match=r'cut\.jsonl: .*; check the network, and run the same'):
+    said = rf'{name}\.jsonl: {message}; run the same command again to resume$'
+    with pytest.raises(ConfigError, match=said):
         build(job, unit=1000, checkpoint_units=1)
     assert read_progress(tmp_path / 'out').tokens > 0  # type: ignore[union-attr]
     (tmp_path / 'whole').touch()

@@ -255,12 +255,15 @@ def _suffix(path: str) -> str:
 def unreadable(input: Input, error: Exception) -> ConfigError:
     """Return the ConfigError for a file that ends early or cannot be read to its end.
 
-    It is an UnansweredError if the response of a server was cut off.
+    It is an UnansweredError if the response of a server was cut off, or if the operating system
+    could not read the file.
     """
     reason = getattr(error, 'strerror', None) or str(error).splitlines()[0].rstrip('. ')
     message = f'cannot be read to its end: {reason}'
     if isinstance(error, remote.CutOffError):
-        fix = 'check the network, and run the same command again'
+        return remote.UnansweredError(Problem(input.path, f'{message}; check the network'))
+    if getattr(error, 'errno', None):  # the file itself may be intact
+        fix = 'check the disk and the permissions, or leave it out'
         return remote.UnansweredError(Problem(input.path, f'{message}; {fix}'))
     return mistake(input.path, f'{message}; copy it again, or leave it out')
 

@@ -137,7 +137,7 @@ class CutOffError(OSError):
 class _Raw(io.RawIOBase):
     """A file of fsspec that raises CutOffError after an error, and if it ends early.
 
-    If a server denies access to the content, a ConfigError is raised; a gated repository still
+    If a server denies access to the content, a RefusedError is raised; a gated repository still
     shows names and sizes.
     """
 
@@ -163,7 +163,7 @@ class _Raw(io.RawIOBase):
             data = self._file.read(len(buffer))
         except Exception as error:  # each filesystem has errors of its own
             if _is_refusal(error):
-                raise _unreadable(self._url, error) from error
+                raise RefusedError(*_unreadable(self._url, error).problems) from error
             raise CutOffError(f'{reason(error)} at byte {self._at}') from error
         buffer[: len(data)] = data
         self._at += len(data)
@@ -217,7 +217,7 @@ class RefusedError(ConfigError):
 
 
 class UnansweredError(ConfigError):
-    """An error that may be transient, such as a network error."""
+    """An error that may be transient, such as an error of the network or of a disk."""
 
 
 def _ask(url: str, question: Callable[[], Found]) -> Found:
