@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -16,7 +15,7 @@ from megajax.base.render.text import typed
 from megajax.core.config import Config, mistake
 from megajax.runtime.data.sources.block_cache import locked
 from megajax.runtime.data.sources.inputs import format_of, without_query
-from megajax.runtime.data.sources.remote import is_remote, is_web, names_below
+from megajax.runtime.data.sources.remote import expand, is_remote, is_web, names_below
 from megajax.runtime.data.sources.remote_file import RemoteFile
 from megajax.runtime.data.text.files import check_no_tokens
 from megajax.runtime.data.text_tokens import KeptTokens
@@ -79,7 +78,8 @@ def open_files(config: Config, url: str) -> dict[str, RemoteFile]:
     Raises ConfigError if there are none, if texts are next to token files, or if one cannot be
     read.
     """
-    names = _without_queries(names_below(url))
+    found = expand(url)
+    names = _without_queries(names_below(url, found))
     prefixes = prefixes_among(set(names.values()))
     built = {f'{prefix}{suffix}' for prefix in prefixes for suffix in FILES}
     if all(format_of(each) == 'text' for each in set(names.values()) - built):
@@ -87,7 +87,8 @@ def open_files(config: Config, url: str) -> dict[str, RemoteFile]:
     if unsafe := [name for name in names if '..' in PurePosixPath(name).parts]:
         raise mistake(url, f'{unsafe[0]} leads out of its folder; rename it')
     with ThreadPoolExecutor(DOWNLOADS) as threads:
-        opened = threads.map(partial(RemoteFile, cache=cache_of(config)), names.values())
+        cache = cache_of(config)
+        opened = threads.map(lambda each: RemoteFile(each, cache, found[each]), names.values())
         return dict(zip(names, opened, strict=True))
 
 

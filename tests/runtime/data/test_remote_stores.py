@@ -82,6 +82,24 @@ def test_the_hub_has_the_units_of_files(
             assert refusal(url) == f'{url}: {private}needs HF_TOKEN'
 
 
+def test_a_glob_asks_the_hub_for_a_list_and_not_for_each_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / 'corpus'
+    folder.mkdir()
+    for number in range(20):
+        write(folder, f'{number}.jsonl', LINES)
+    with hub.serving(folder, kind='datasets') as served:
+        hub.use(monkeypatch, served.url, tmp_path)
+        listed = find_inputs([f'{DATASET}/*.jsonl'], None)
+        asked = len(served.asked)
+        (alone,) = find_inputs([listed[0].path], None)
+    assert len(listed) == 20
+    assert asked < 20
+    assert listed[0] == alone
+    assert alone.version
+
+
 def test_a_private_repository_needs_the_token(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,8 +5,10 @@ import logging
 import os
 import stat
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib import import_module
+from itertools import repeat
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -16,6 +18,7 @@ from megajax.base.render.text import typed
 from megajax.runtime.data.sources import remote
 
 STDIN = '-'
+LOOKS = 16  # number of threads that ask for the size and the version of remote files
 
 logger = logging.getLogger(__name__)
 
@@ -70,10 +73,13 @@ def find_inputs(patterns: Sequence[str], format: Format | None) -> list[Input]:
     named: dict[str, str] = {}  # the pattern of each file
     for pattern in patterns:
         try:
-            paths = _without_card(pattern, _expand(pattern))
+            found = _expand(pattern)
+            paths = _without_card(pattern, list(found))
             problems += _named_before(pattern, paths, named)
             table = all(map(is_table, paths))
-            inputs += [replace(_look(path, format), table=table) for path in paths]
+            with ThreadPoolExecutor(LOOKS) as threads:
+                looked = threads.map(_look, paths, repeat(format), map(found.get, paths))
+                inputs += [replace(input, table=table) for input in looked]
         except ConfigError as error:
             problems += [problem for problem in error.problems if isinstance(problem, Problem)]
     if not patterns:
@@ -85,21 +91,20 @@ def find_inputs(patterns: Sequence[str], format: Format | None) -> list[Input]:
     return inputs
 
 
-def _expand(pattern: str) -> list[str]:
+def _expand(pattern: str) -> dict[str, remote.Looked | None]:
+    """Return the files of a pattern, each with what a server has already said about it."""
     if remote.is_remote(pattern):
-        if urls := remote.expand(pattern):
-            return urls
-        raise mistake(pattern, 'matches no file; check the pattern')
+        return remote.expand(pattern)
     path = str(Path(pattern).expanduser())
     if pattern == STDIN or exists(path):
-        return [path]
+        return {path: None}
     if not glob.has_magic(path):
         raise mistake(path, 'there is no such file; check the name, or give a glob in quotes')
     _check_folders(path)
     names = sorted(name for name in glob.glob(path, recursive=True) if not os.path.isdir(name))
     if not names:
         raise mistake(path, "matches no file; check the pattern ('**' descends into folders)")
-    return _once(pattern, names)
+    return dict.fromkeys(_once(pattern, names))
 
 
 def _check_folders(pattern: str) -> None:
@@ -157,11 +162,11 @@ def _once(pattern: str, names: list[str]) -> list[str]:
     return sorted(files.values())
 
 
-def _look(path: str, format: Format | None) -> Input:
+def _look(path: str, format: Format | None, looked: remote.Looked | None) -> Input:
     if path == STDIN:
         input = Input(path=path, format=format or 'jsonl', size=0, mtime_ns=0, stream=True)
     elif remote.is_remote(path):
-        size, version = remote.look(path)
+        size, version = looked or remote.look(path)
         input = Input(
             path=path,
             format=format or format_of(path),

@@ -7,7 +7,7 @@ URL needs them. The package finds credentials by itself.
 import io
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, BinaryIO, TypeGuard, TypeVar, cast
 
@@ -18,8 +18,9 @@ BUFFER = 1 << 20  # number of bytes that are read at once
 CONNECT, SILENCE = 30, 300  # seconds until a web server must have answered, and sent more
 # The names that filesystems have for a value that changes with a file's content, the most reliable
 # first.
+HASHES = ('ETag', 'etag', 'md5Hash', 'blob_id')
 VERSIONS = (
-    *('ETag', 'etag', 'md5Hash', 'blob_id'),
+    *HASHES,
     *('mtime', 'LastModified', 'last_modified', 'Last-Modified', 'created'),
 )
 PACKAGES = {'s3': 's3fs', 'gs': 'gcsfs', 'gcs': 'gcsfs', 'hf': 'huggingface_hub'}
@@ -35,6 +36,8 @@ CREDENTIALS = {
 }
 
 Found = TypeVar('Found')
+# The size of a file, or None if unknown, and a string that identifies its version.
+Looked = tuple[int | None, str]
 
 
 def is_remote(path: str) -> bool:
@@ -47,28 +50,34 @@ def is_web(url: str) -> bool:
     return url.startswith(('http://', 'https://'))
 
 
-def expand(url: str) -> list[str]:
-    """Return the URLs of the files that a URL with wildcards names, sorted, or the URL itself."""
+def expand(url: str) -> dict[str, Looked | None]:
+    """Return the URLs of the files that a URL with wildcards names, sorted, or the URL itself.
+
+    Each comes with the answer of `look`, or with None if the server's list does not contain it.
+    """
     if not re.search(r'[*\[]' if is_web(url) else r'[*?\[]', url):
-        return [url]
+        return {url: None}
     files, path = _filesystem(url)
+    files.invalidate_cache()
     names = _ask(url, lambda: files.glob(path, detail=True))
-    return sorted(
-        files.unstrip_protocol(name) for name, info in names.items() if info['type'] == 'file'
-    )
-
-
-def names_below(url: str) -> dict[str, str]:
-    """Return the URLs of the files that a URL names by their names below its fixed part, sorted."""
-    found = expand(url)
+    found = {
+        files.unstrip_protocol(name): _looked(info) if any(map(info.get, HASHES)) else None
+        for name, info in names.items()
+        if info['type'] == 'file'
+    }
     if not found:
         raise mistake(url, 'matches no file; check the pattern')
+    return {each: found[each] for each in sorted(found)}
+
+
+def names_below(url: str, found: Iterable[str]) -> dict[str, str]:
+    """Return the URLs that `expand` has found by their names below the URL's fixed part."""
     files, path = _filesystem(url)
     root = re.split(r'[*?\[]', path)[0].rpartition('/')[0]
     return {files._strip_protocol(each).removeprefix(root).lstrip('/'): each for each in found}
 
 
-def look(url: str) -> tuple[int | None, str]:
+def look(url: str) -> Looked:
     """Return the size of a file, or None if unknown, and a string that identifies its version.
 
     Raises MissingError if there is no such file, and RefusedError if the server denies access.
@@ -78,6 +87,10 @@ def look(url: str) -> tuple[int | None, str]:
     info = _ask(url, lambda: files.info(path))
     if info.get('type') == 'directory':
         raise mistake(url, f"is a folder; give its files, for example '{url.rstrip('/')}/*.jsonl'")
+    return _looked(info)
+
+
+def _looked(info: Mapping[str, Any]) -> Looked:
     version = next((str(info[name]) for name in VERSIONS if info.get(name)), '')
     return info.get('size'), version
 

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 from megajax.base.errors import UnreachableError, mistake
 from megajax.runtime.data.sources.block_cache import BLOCK, BlockCache
-from megajax.runtime.data.sources.remote import UnansweredError, fetch, look
+from megajax.runtime.data.sources.remote import Looked, UnansweredError, fetch, look
 
 LOOK_EVERY = 10.0  # seconds between checks of a file's version while parts of it are fetched
 # Number of threads that read remote files; most of the time, a thread waits for the server.
@@ -57,15 +57,15 @@ def patiently(url: str, question: Callable[[], Found], *, in_run: bool = False) 
 
 
 class RemoteFile:
-    """A file by its URL, at the version that it has when it is opened.
+    """A file by its URL, at the version that it has when it is opened; `looked` is a known one.
 
     Raises MissingError if there is no such file, and ConfigError if the server gives no size or no
     version.
     """
 
-    def __init__(self, url: str, cache: BlockCache) -> None:
+    def __init__(self, url: str, cache: BlockCache, looked: Looked | None = None) -> None:
         self.url, self._cache = url, cache
-        size, self.version = patiently(url, lambda: look(url))
+        size, self.version = looked or patiently(url, lambda: look(url))
         if size is None:
             message = 'is on a server that gives no size; copy it to another one'
             raise mistake(url, message)
