@@ -253,6 +253,7 @@ class _Progress:
         self._bar = Progress(*columns, console=self._console, transient=True)
         self._task = self._bar.add_task('', total=None)
         self._begun: tuple[float, int] | None = None
+        self._read = 0
         self._said = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -264,10 +265,12 @@ class _Progress:
 
     def __call__(self, read: int, total: int) -> None:
         now = time.monotonic()
-        if self._begun is None:
+        if self._begun is None or read < self._read:  # a tokenizer's training, then the build
             self._begun = now, read
+            self._bar.reset(self._task)
             if self._console.is_terminal:
                 self._bar.start()
+        self._read = read
         self._bar.update(self._task, completed=read, total=total or None)
         begun, before = self._begun
         if not self._console.is_terminal and now - self._said > SECONDS and now > begun:

@@ -7,7 +7,7 @@ separate folder (`partial.py`), from which a killed build resumes.
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -21,7 +21,7 @@ from megajax.base.files.outputs import sync
 from megajax.base.render.text import visible
 from megajax.corpus.choose_tokenizer import given_tokenizer, saved_tokenizer
 from megajax.corpus.encode import Encoded, Options, Workers
-from megajax.corpus.job import Job, check_job, fingerprint
+from megajax.corpus.job import Job, Report, check_job, fingerprint
 from megajax.corpus.partial import (
     DOCUMENTS,
     LENGTHS,
@@ -46,8 +46,6 @@ logger = logging.getLogger(__name__)
 
 PLACES = 5  # most skipped lines that the summary names
 CHECKPOINT_SECONDS = 2.0  # longest time between two checkpoints of a build
-
-Report = Callable[[int, int], None]  # bytes read, bytes of all inputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,11 +82,13 @@ def build(
     unless it has no tokens. A text document of more than `unit` bytes is encoded in pieces, which
     are cut after a line break and joined again. The output does not depend on the number of
     workers. `train_bpe` trains on the first bytes of each file, in proportion to its size on disk,
-    with a total of 256 MB of text. After a kill or a network error, the same job resumes from its
-    last checkpoint, unless it reads a stream. The same holds for every ConfigError that you can
-    mend without a change of the inputs or the job, such as a full disk or expired credentials. If
-    an input or the job is faulty, the ConfigError names the file, the position and the fix, and no
-    files are left behind.
+    with a total of 256 MB of text. If that is less than 1 MiB per file, it reads 1 MiB of some
+    files, evenly spaced. `report` gets the bytes read to train, and then the bytes of the inputs.
+
+    After a kill or a network error, the same job resumes from its last checkpoint, unless it reads
+    a stream. The same holds for every ConfigError that you can mend without a change of the inputs
+    or the job, such as a full disk or expired credentials. If an input or the job is faulty, the
+    ConfigError names the file, the position and the fix, and no files are left behind.
     """
     started = time.perf_counter()
     out = Path(job.out).expanduser()
@@ -110,7 +110,7 @@ def build(
                 inputs,
                 partial,
                 progress,
-                saved_tokenizer(job, inputs, partial, tokenizer),
+                saved_tokenizer(job, inputs, partial, tokenizer, report),
                 report,
             )
             builder.encode(unit, checkpoint_units)

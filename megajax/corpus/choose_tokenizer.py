@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megajax.base.errors import ConfigError, Problem, changing_problems, mistake
-from megajax.corpus.job import Job
+from megajax.corpus.job import Job, Report
 from megajax.corpus.partial import FIX, NEW, TOKEN_NAMES, TOKENIZER, Partial, UnfinishedError
 from megajax.runtime.data.sources.inputs import Input
 from megajax.runtime.data.sources.parse import parse
-from megajax.runtime.data.sources.pieces import Position
+from megajax.runtime.data.sources.pieces import UNIT, Position
 from megajax.runtime.data.sources.read import read_pieces
 from megajax.runtime.data.text.byte_level import END_OF_DOCUMENT
 from megajax.runtime.data.text.tokenizer import Tokenizer, load_tokenizer, train_bpe
@@ -34,7 +34,11 @@ def given_tokenizer(job: Job, inputs: Sequence[Input]) -> Tokenizer | None:
 
 
 def saved_tokenizer(
-    job: Job, inputs: Sequence[Input], partial: Partial, tokenizer: Tokenizer | None
+    job: Job,
+    inputs: Sequence[Input],
+    partial: Partial,
+    tokenizer: Tokenizer | None,
+    report: Report,
 ) -> Tokenizer:
     """Return the tokenizer, saved in the folder for the workers and for a resumed build.
 
@@ -46,7 +50,7 @@ def saved_tokenizer(
     if tokenizer is None:
         assert job.train_bpe is not None
         logger.info('training a BPE of %d entries', job.train_bpe)
-        tokenizer = train_bpe(_sample(job, inputs), job.train_bpe)
+        tokenizer = train_bpe(_sample(job, inputs, report), job.train_bpe)
         if (size := tokenizer.vocab_size) < job.train_bpe:
             logger.warning(
                 '--train-bpe %d: the text has too few pairs to merge, so the BPE has %d entries; '
@@ -67,17 +71,27 @@ def saved_tokenizer(
     return tokenizer
 
 
-def _sample(job: Job, inputs: Sequence[Input]) -> Iterator[str]:
+def _sample(job: Job, inputs: Sequence[Input], report: Report) -> Iterator[str]:
+    """Yield the first texts of each file, in proportion to its size on disk.
+
+    If these are less than a unit per file, yield a unit of some files, evenly spaced.
+    """
     total = sum(input.size for input in inputs)
+    due, used = 0, 0  # bytes of text that the files so far should yield; bytes that were yielded
     for input in inputs:
-        bytes_left = -(-TRAINING_BYTES * input.size // max(total, 1))
+        share = -(-TRAINING_BYTES * input.size // max(total, 1))
+        due = min(due + share, TRAINING_BYTES)
+        if used >= due:
+            continue
+        end = min(max(due, used + UNIT), TRAINING_BYTES)
         for text in _texts(job, input):
             if job.parse_special:  # the BPE will not read these letters as text
                 text = text.replace(END_OF_DOCUMENT[0], '')
-            part = text.encode()[:bytes_left]
+            part = text.encode()[: end - used]
             yield part.decode(errors='ignore')  # the text may be cut inside a character
-            bytes_left -= len(part)
-            if not bytes_left:
+            used += len(part)
+            report(min(used, total), min(TRAINING_BYTES, total))
+            if used >= end:
                 break
 
 

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -16,7 +16,9 @@ from megajax.runtime.data.sources.inputs import Format, Input
 from megajax.runtime.data.text.tokenizer import Tokenizer
 
 # Version of the conversion from bytes to tokens; builds of other versions are not resumed.
-VERSION = 3
+VERSION = 4
+
+Report = Callable[[int, int], None]  # bytes read, bytes to read
 
 
 @dataclass(frozen=True, kw_only=True)

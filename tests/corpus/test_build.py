@@ -21,7 +21,9 @@ import zstandard
 from pyarrow import parquet
 from support import disk_full_at, exhaustive, megajax, slow, start_token
 
+from megajax.commands import data
 from megajax.core.config import ConfigError
+from megajax.corpus import choose_tokenizer
 from megajax.corpus.build import build
 from megajax.corpus.job import Job
 from megajax.corpus.partial import Partial, Progress, read_progress
@@ -461,6 +463,38 @@ def test_a_bpe_that_gets_smaller_than_asked_says_so(
     size = load_tokenizer(f'{tmp_path}/out.tokenizer.json').vocab_size
     assert 257 < size < 400
     assert f'the BPE has {size} entries; use --train-bpe {size}, ' in record.getMessage()
+
+
+def test_a_bpe_is_trained_on_evenly_spaced_files_if_there_are_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choose_tokenizer, 'UNIT', 1000)
+    monkeypatch.setattr(choose_tokenizer, 'TRAINING_BYTES', 10_000)
+    for i in range(100):
+        (tmp_path / f'{i:02}.txt').write_text(f'{i:02} ' * 500)
+    reports = []
+    every, some = tmp_path / '*.txt', [tmp_path / f'{i}0.txt' for i in range(10)]
+    build(job(tmp_path / 'all', every, train_bpe=290), report=lambda *read: reports.append(read))
+    build(job(tmp_path / 'ten', *some, train_bpe=290))
+    assert reports[:10] == [(1000 * i, 10_000) for i in range(1, 11)]
+    learned = [files(tmp_path / name)['.tokenizer.json'] for name in ('all', 'ten')]
+    assert learned[0] == learned[1]
+    monkeypatch.setattr(choose_tokenizer, 'TRAINING_BYTES', 10**6)
+    reports.clear()
+    build(job(tmp_path / 'small', every, train_bpe=290), report=lambda *read: reports.append(read))
+    assert reports.count((150_000, 150_000)) == 2  # the training ends, and the build
+
+
+def test_the_speed_of_the_build_does_not_count_the_training(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(data, 'SECONDS', 0)
+    progress = data._Progress()
+    for read in (0, 9, 0, 3):
+        progress(read * 10**6, 9 * 10**6)
+    trained, built = capsys.readouterr().err.splitlines()
+    assert trained.startswith('9 of 9 MB, ')
+    assert re.match(r'3 of 9 MB, \d', built)
 
 
 def test_the_folders_of_the_output_are_created(corpus: Path, tmp_path: Path) -> None:
