@@ -161,6 +161,7 @@ def info(
     ] = 3,
 ) -> None:
     """Show the number of documents and tokens, and sample text."""
+    from megajax.corpus.choose_tokenizer import load_given
     from megajax.corpus.describe import decode_samples, describe
     from megajax.runtime.data.text.tokenizer import load_tokenizer
 
@@ -170,7 +171,7 @@ def info(
     manifest = description.manifest
     path = tokenizer or (str(manifest.tokenizer_path) if manifest else None)
     if path:
-        decoder = load_tokenizer(path)
+        decoder = load_given(path) if tokenizer else load_tokenizer(path)
         for number, text, is_spelled in decode_samples(description.sequences, decoder, samples):
             letters = ', which spells special tokens in letters' if is_spelled else ''
             console.print(f'document {number}{letters}: {text!r}', markup=False)

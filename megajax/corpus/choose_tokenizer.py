@@ -29,8 +29,13 @@ def given_tokenizer(job: Job, inputs: Sequence[Input]) -> Tokenizer | None:
             )
             raise mistake(streams[0], message)
         return None
+    return load_given(job.tokenizer, or_else=', or --train-bpe to train one')
+
+
+def load_given(path: str, *, or_else: str = '') -> Tokenizer:
+    """Load the tokenizer that --tokenizer gives; a ConfigError names this option."""
     with changing_problems(lambda problem: replace(problem, path='--tokenizer')):
-        return load_tokenizer(job.tokenizer)
+        return load_tokenizer(path, or_else=or_else)
 
 
 def saved_tokenizer(

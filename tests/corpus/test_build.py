@@ -430,7 +430,11 @@ def test_a_bad_line_of_a_file_whose_name_is_not_utf_8_is_skipped(tmp_path: Path)
         ({'out': 's3://bucket/web'}, '^s3://bucket/web: is a URL; give a path on this machine'),
         ({'out': '{folder}/out.bin'}, 'out.bin: is the name of one of the files; give the prefix'),
         ({'tokenizer': None}, '--tokenizer: neither --tokenizer nor .* is given; give one'),
-        ({'tokenizer': '{folder}/none.json'}, '--tokenizer: there is no file'),
+        (
+            {'tokenizer': '{folder}/none.json'},
+            "^--tokenizer: there is no file .*/none.json; give a tokenizer.json or 'bytes', or "
+            '--train-bpe to train one$',
+        ),
         ({'train_bpe': 256, 'tokenizer': None}, '--train-bpe: 256 is below 257'),
         ({'train_bpe': 300, 'tokenizer': None, 'inputs': ('-',)}, '-: cannot be read twice'),
         ({'workers': 0}, '--workers: 0 is below 1'),

@@ -80,6 +80,10 @@ def test_files_of_megatron(tmp_path: Path) -> None:
             'error: --tokenizer: has 257 entries, but document 0 contains',
         ),
         (
+            ['info', f'{ORACLES}/c', '--tokenizer', 'no'],
+            "error: --tokenizer: there is no file no; give a tokenizer.json or 'bytes'\n",
+        ),
+        (
             ['info', 'nowhere'],
             'error: nowhere: there is no nowhere.bin and no nowhere.idx in ',
         ),

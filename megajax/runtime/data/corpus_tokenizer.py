@@ -34,7 +34,9 @@ def tokenizer_of_text(
     if spec == 'bpe' and trained:
         return make_tokenizer(trained, config.model.vocab_size, special=special)
     known = texts() if spec == 'bpe' else ()
-    return make_tokenizer(spec, config.model.vocab_size, known, special=special)
+    return make_tokenizer(
+        spec, config.model.vocab_size, known, special=special, or_else=", or 'bpe' to train one"
+    )
 
 
 def is_trained(config: Config) -> bool:

@@ -6,10 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
+from support import make_config
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from megajax.core.config import ConfigError
 from megajax.runtime.data import Tokenizer, encode_documents, make_tokenizer
+from megajax.runtime.data.corpus_tokenizer import tokenizer_of_text
 from megajax.runtime.data.text.long_texts import PART
 from megajax.runtime.data.text.tokenizer import load_tokenizer
 
@@ -177,8 +179,11 @@ def test_a_text_that_a_tokenizer_cannot_encode_is_refused_with_its_reason(tmp_pa
 
 def test_a_tokenizer_that_cannot_be_used(tmp_path: Path) -> None:
     path = tmp_path / 'tokenizer.json'
-    with pytest.raises(ConfigError, match=f'data.tokenizer: there is no file {path}; give'):
+    message = f"data.tokenizer: there is no file {path}; give a tokenizer.json or 'bytes'"
+    with pytest.raises(ConfigError, match=f'{message}$'):
         make_tokenizer(str(path), 300)
+    with pytest.raises(ConfigError, match=f"{message}, or 'bpe' to train one$"):
+        tokenizer_of_text(make_config(data={'tokenizer': str(path)}), lambda: TEXTS)
     path.write_text('{"model":')
     with pytest.raises(ConfigError, match=r'json is not a tokenizer.json \(EOF.*copy it again'):
         make_tokenizer(str(path), 300)

@@ -238,7 +238,12 @@ class Tokenizer:
 
 
 def make_tokenizer(
-    spec: str, vocab_size: int, texts: Sequence[str] = (), *, special: Sequence[str] = ()
+    spec: str,
+    vocab_size: int,
+    texts: Sequence[str] = (),
+    *,
+    special: Sequence[str] = (),
+    or_else: str = '',
 ) -> Tokenizer:
     """Make the tokenizer that `spec` names.
 
@@ -246,14 +251,14 @@ def make_tokenizer(
     tokenizer.json. `special` names tokens that the tokenizer must have; they are added to bytes and
     to a BPE. A BPE has fewer entries if the texts have no more pairs to merge. Raises ConfigError
     if the file cannot be used or lacks special tokens, or if there are more entries than
-    `vocab_size`, except for added tokens (`embedding_rows.py`).
+    `vocab_size`, except for added tokens (`embedding_rows.py`); see `load_tokenizer` for `or_else`.
     """
     tokenizer = (
         byte_tokenizer(special)
         if spec == 'bytes'
         else train_bpe(texts, vocab_size, special)
         if spec == 'bpe'
-        else load_tokenizer(spec)
+        else load_tokenizer(spec, or_else=or_else)
     )
     if not special and not tokenizer.is_lossless:
         raise mistake(
@@ -303,11 +308,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special: Sequence[str] = ()
     return Tokenizer(bpe_backend(texts, vocab_size, special), 'bpe')
 
 
-def load_tokenizer(path: str) -> Tokenizer:
+def load_tokenizer(path: str, *, or_else: str = '') -> Tokenizer:
     """Load a Hugging Face tokenizer.json, or make the tokenizer of 'bytes'.
 
     The files next to it, such as tokenizer_config.json, name its tokens (`token_names.py`). Raises
-    ConfigError if a file does not exist or cannot be used.
+    ConfigError, with the further fix `or_else`, if a file does not exist or cannot be used.
     """
     if path == 'bytes':
         return byte_tokenizer()
@@ -315,16 +320,15 @@ def load_tokenizer(path: str) -> Tokenizer:
 
     file = Path(path).expanduser()
     if not is_file(file, 'data.tokenizer'):
-        raise mistake(
-            'data.tokenizer', f"there is no file {path}; give a tokenizer.json, 'bpe' or 'bytes'"
-        )
+        message = f"there is no file {path}; give a tokenizer.json or 'bytes'{or_else}"
+        raise mistake('data.tokenizer', message)
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # `tokenizers` raises no more specific error
         raise mistake(
             'data.tokenizer',
             f'{path} is not a tokenizer.json ({error}); {repair(file)}, or give one that the '
-            "tokenizers library wrote, 'bpe' or 'bytes'",
+            f"tokenizers library wrote, or 'bytes'{or_else}",
         ) from error
     names, backend = name_tokens(file, backend)
     return Tokenizer(backend, path, names)
