@@ -1,6 +1,7 @@
 """Tokens are text and back, and their bytes are counted exactly."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -188,7 +189,7 @@ def test_a_tokenizer_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'json is not a tokenizer.json \(EOF.*copy it again'):
         make_tokenizer(str(path), 300)
     bpe_file(path, eod='<end>')
-    with pytest.raises(ConfigError, match=r'has no end-of-document token; name it as eos_token'):
+    with pytest.raises(ConfigError, match=r'has no end-of-document token; add one of'):
         make_tokenizer(str(path), 300)
     words = tokenizers.Tokenizer(models.WordLevel({'a': 0, '</s>': 1}, unk_token='a'))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -201,6 +202,21 @@ def test_a_tokenizer_that_cannot_be_used(tmp_path: Path) -> None:
     path.write_text(json.dumps(content))
     with pytest.raises(ConfigError, match=r"json gives 'a' the id 2147483648, but ids end at 1677"):
         make_tokenizer(str(path), 300)
+
+
+@pytest.mark.parametrize('name', ['tokenizer.json', 'web.tokenizer.json', 'gemma.json'])
+def test_the_advice_for_a_tokenizer_without_an_end_works(name: str, tmp_path: Path) -> None:
+    path = Path(bpe_file(tmp_path / name, eod='<end>'))
+    with pytest.raises(ConfigError, match='has no end-of-document token') as caught:
+        make_tokenizer(str(path), 300)
+    advice = re.search(r'name yours as eos_token in a (\S+) next to it(.*)', str(caught.value))
+    assert advice is not None
+    if advice[2]:
+        assert advice[2] == ', after you rename it to tokenizer.json'
+        path = path.rename(tmp_path / 'tokenizer.json')
+    (tmp_path / advice[1]).write_text('{"eos_token": "<end>"}')
+    tokenizer = make_tokenizer(str(path), 300)
+    assert tokenizer.decode([tokenizer.eod]) == '<end>'
 
 
 def test_what_is_saved_is_a_hugging_face_tokenizer(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megajax.base.errors import ConfigError, Problem, mistake
+from megajax.runtime.data.text.token_names import names_file
 
 if TYPE_CHECKING:
     from megajax.runtime.data.text.tokenizer import Tokenizer
@@ -41,7 +42,7 @@ def fit_to_rows(tokenizer: 'Tokenizer', rows: int, spec: str, special: Sequence[
     of_objective = {i for i in beyond if beyond[i] in special}
     needed = dict.fromkeys((beyond.keys() - added) | of_objective, OWN)
     needed |= dict.fromkeys(tokenizer.start, 'a tokenizer.json whose post_processor adds others')
-    needed[tokenizer.eod] = 'another eos_token in the tokenizer_config.json next to it'
+    needed[tokenizer.eod] = f'another eos_token in {names_file(spec)}'
     if used := [i for i in beyond if i in needed]:
         size = tokenizer.vocab_size
         message = (

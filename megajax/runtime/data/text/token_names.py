@@ -214,11 +214,22 @@ def _next_to(path: Path, name: str) -> Path:
     return path.with_name(path.name.removesuffix(TOKENIZER) + name)
 
 
+def names_file(path: str) -> str:
+    """Return, for an error, the file in which a user can name the tokens of a tokenizer.json."""
+    if _is_read(Path(path), CONFIG):
+        return f'a {_next_to(Path(path), CONFIG).name} next to it'
+    return f'a {CONFIG} next to it, after you rename it to {TOKENIZER}'
+
+
+def _is_read(path: Path, name: str) -> bool:
+    """Whether a file with this name is read for the tokenizer.json of `path`."""
+    return path.name == TOKENIZER or (path.name.endswith(f'.{TOKENIZER}') and name == CONFIG)
+
+
 def _read(path: Path, name: str) -> Keys:
     """Return the object of a file next to a tokenizer.json, {} if there is no such file."""
-    named = path.name == TOKENIZER or (path.name.endswith(f'.{TOKENIZER}') and name == CONFIG)
     file = _next_to(path, name)
-    return read_json(file) if named and is_file(file) else {}
+    return read_json(file) if _is_read(path, name) and is_file(file) else {}
 
 
 def _refuse(file: Path, key: str, value: Any) -> NoReturn:

@@ -30,7 +30,7 @@ from megajax.runtime.data.text.pieces import (
     Piece,
     reader_of_letters,
 )
-from megajax.runtime.data.text.token_names import TokenNames, name_tokens, start_ids
+from megajax.runtime.data.text.token_names import TokenNames, name_tokens, names_file, start_ids
 
 if TYPE_CHECKING:
     import tokenizers
@@ -69,8 +69,8 @@ class Tokenizer:
         if not ends or ends[0] not in vocab:
             raise mistake(
                 'data.tokenizer',
-                f'{spec} has no end-of-document token; name it as eos_token in a '
-                f'tokenizer_config.json next to it, or add one of {", ".join(END_OF_DOCUMENT)}',
+                f'{spec} has no end-of-document token; add one of {", ".join(END_OF_DOCUMENT)}, '
+                f'or name yours as eos_token in {names_file(spec)}',
             )
         self._backend, self._spec, self.names = backend, spec, names
         self.named_tokens = dict(names.named)
