@@ -178,6 +178,14 @@ def test_a_package_that_is_missing_is_named(
     assert 'remote' in said.removeprefix(needed)
 
 
+def test_a_bucket_has_two_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, 'gcsfs', None)  # so that no server is asked
+    for protocol in ('gs', 'gcs'):
+        monkeypatch.delitem(import_module('fsspec.registry')._registry, protocol, raising=False)
+    with pytest.raises(ConfigError, match=r'gcs://corpus/a\.jsonl: would be read twice: '):
+        find_inputs([f'{BUCKET}/a.jsonl', f'gcs://{google.BUCKET}/a.jsonl'], None)
+
+
 @pytest.mark.slow
 def test_a_build_of_a_repository_is_that_of_its_files(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip('huggingface_hub', reason="it is in the extra 'hub'")

@@ -139,17 +139,24 @@ def _without_card(pattern: str, paths: list[str]) -> list[str]:
 
 def _named_before(pattern: str, paths: Sequence[str], named: dict[str, str]) -> list[Problem]:
     """Return a problem if files are already among those `named`; otherwise add them."""
-    twice = [path for path in paths if os.path.normpath(path) in named]
+    twice = [path for path in paths if _identity(path) in named]
     problems = []
     if twice:
         more = f', and so would {len(twice) - 1:,} others' if len(twice) > 1 else ''
         message = (
-            f'would be read twice{more}: --input {named[os.path.normpath(twice[0])]} and --input '
+            f'would be read twice{more}: --input {named[_identity(twice[0])]} and --input '
             f'{pattern} both name it; name it once, or build it apart and weight it by data.blend'
         )
         problems = [Problem(twice[0], message)]
-    named.update({os.path.normpath(path): pattern for path in paths})
+    named.update({_identity(path): pattern for path in paths})
     return problems
+
+
+def _identity(path: str) -> str:
+    """Return the same text for all names of a file."""
+    if path == STDIN or remote.is_remote(path):
+        return path.replace('gcs://', 'gs://', 1)
+    return os.path.realpath(path)
 
 
 def _once(pattern: str, names: list[str]) -> list[str]:
