@@ -84,6 +84,14 @@ def test_files_of_megatron(tmp_path: Path) -> None:
             "error: --tokenizer: there is no file no; give a tokenizer.json or 'bytes'\n",
         ),
         (
+            ['info', f'{ORACLES}/c', '--tokenizer', 'https://host/tokenizer.json'],
+            'error: --tokenizer: https://host/tokenizer.json is a URL; copy the file and ',
+        ),
+        (
+            ['verify', 's3://bucket/corpus/web'],
+            'error: s3://bucket/corpus/web: is a URL; copy the files to this machine, and give ',
+        ),
+        (
             ['info', 'nowhere'],
             'error: nowhere: there is no nowhere.bin and no nowhere.idx in ',
         ),

@@ -14,6 +14,7 @@ import numpy as np
 
 from megajax.base.errors import ConfigError, mistake, reason
 from megajax.base.files.exists import is_file
+from megajax.base.files.outputs import url_of
 from megajax.base.files.pointers import repair
 from megajax.runtime.data.text.byte_level import END_OF_DOCUMENT, bpe_backend, bytes_backend
 from megajax.runtime.data.text.byte_tokens import (
@@ -321,6 +322,8 @@ def load_tokenizer(path: str, *, or_else: str = '') -> Tokenizer:
     file = Path(path).expanduser()
     if not is_file(file, 'data.tokenizer'):
         message = f"there is no file {path}; give a tokenizer.json or 'bytes'{or_else}"
+        if url_of(file):
+            message = f'{path} is a URL; copy the file and those next to it, and give its path'
         raise mistake('data.tokenizer', message)
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))

@@ -24,6 +24,7 @@ import numpy as np
 
 from megajax.base.errors import mistake
 from megajax.base.files.exists import exists, is_file
+from megajax.base.files.outputs import url_of
 
 MAGIC = b'MMIDIDX\x00\x00'
 VERSION = 1
@@ -164,6 +165,8 @@ def read_pair(prefix: str | Path) -> Sequences:
     prefix = Path(prefix).expanduser()
     bin_path, idx_path = paths(prefix)
     if missing := [path.name for path in (bin_path, idx_path) if not is_file(path)]:
+        if url := url_of(prefix):
+            raise mistake(url, 'is a URL; copy the files to this machine, and give their prefix')
         fix = 'give the prefix of two files, either copied or built with megajax data build'
         if missing == [idx_path.name]:
             fix += f'; if {bin_path.name} is an array of ids alone, as nanoGPT writes it, '
