@@ -13,9 +13,9 @@ from typing import Self
 
 import numpy as np
 
-from megajax.base.errors import Problem
+from megajax.base.errors import ConfigError, Problem
 from megajax.corpus.partial import UnfinishedError
-from megajax.runtime.data.sources.parse import parse
+from megajax.runtime.data.sources.parse import parse, places
 from megajax.runtime.data.sources.pieces import Position, Unit
 from megajax.runtime.data.text.long_texts import WHOLE, UncuttableError
 from megajax.runtime.data.text.spelled_tokens import SpelledTokens
@@ -61,11 +61,13 @@ def encode(
     """
     special = special or SpelledTokens(tokenizer.special_tokens())
     texts, skipped, error = _parse_unit(unit, options)
-    try:
+    ids: list[np.ndarray] = []
+    if error is None:
         before, after = map(_decode_context, (unit.pieces[0].before, unit.pieces[-1].after))
-        ids = tokenizer.encode_batch(texts, before=before, after=after) if error is None else []
-    except UncuttableError:
-        ids, error = [], _uncuttable(unit)
+        try:
+            ids = tokenizer.encode_batch(texts, before=before, after=after)
+        except ConfigError as of_unit:
+            error = _unencodable(of_unit, unit, options, tokenizer, before, after)
     first, last = unit.pieces[0].first, unit.pieces[-1].last
     if tokenizer.start:
         begin = np.array(tokenizer.start, tokenizer.dtype)
@@ -100,13 +102,38 @@ def encode(
     )
 
 
-def _uncuttable(unit: Unit) -> Problem:
-    piece = max(unit.pieces, key=lambda piece: piece.weight)
-    return Problem(
-        f'{piece.input.path}:{piece.line}',
-        'has a text that the tokenizer does not read in parts as it reads the whole, or of '
-        f'more than {WHOLE >> 20} million characters in a line; split it into several documents',
-    )
+def _unencodable(
+    of_unit: ConfigError,
+    unit: Unit,
+    options: Options,
+    tokenizer: Tokenizer,
+    before: str,
+    after: str,
+) -> Problem:
+    """Return the problem of the first text that the tokenizer cannot encode, with its place."""
+    texts = [
+        (text, place)
+        for piece in unit.pieces
+        for text, place in zip(parse(piece, options.key), places(piece), strict=True)
+        if isinstance(text, str)
+    ]
+    for number, (text, place) in enumerate(texts, 1):
+        around = {
+            'before': before if number == 1 else '',
+            'after': after if number == len(texts) else '',
+        }
+        try:
+            tokenizer.encode_batch([text], **around)
+        except UncuttableError:
+            message = (
+                'has a text that the tokenizer does not read in parts as it reads the whole, or of '
+                f'more than {WHOLE >> 20} million characters in a line; split it into several '
+                'documents'
+            )
+            return Problem(place, message)
+        except ConfigError as error:
+            return Problem('--tokenizer', getattr(error.problems[0], 'message', ''), place=place)
+    return Problem('--tokenizer', str(of_unit))
 
 
 def _decode_context(data: bytes) -> str:
@@ -211,16 +238,14 @@ class Workers:
     def _death(self, connection: Connection) -> UnfinishedError:
         process = self._processes[connection]
         process.wait()  # does not block: the worker has closed its end of the pipe
-        reason = (
-            f'a worker ended with exit code {process.returncode} '
-            '(-9: killed, perhaps for lack of memory; otherwise the reason is printed above)'
-        )
-        return UnfinishedError(
-            Problem(
-                '--workers',
-                f'{self._count}: {reason}; run the same command with fewer workers to resume',
+        reason = f'{self._count}: a worker ended with exit code {process.returncode}'
+        if process.returncode < 0:  # the number of a signal
+            fix = (
+                '(-9: killed, perhaps for lack of memory); run the same command with fewer workers'
             )
-        )
+        else:
+            fix = 'for the reason printed above; remove its cause, and run the same command again'
+        return UnfinishedError(Problem('--workers', f'{reason} {fix} to resume'))
 
 
 def serve(descriptor: int) -> None:

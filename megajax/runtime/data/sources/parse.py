@@ -50,6 +50,17 @@ def parse(piece: InputPiece, key: str, fixes: Fixes = FIXES) -> Iterator[str | P
             yield _parse_line(line, key, place, fixes)
 
 
+def places(piece: InputPiece) -> Iterator[str]:
+    """Yield the file and line, or row, of each text or Problem that `parse` yields."""
+    path = piece.input.path
+    if isinstance(piece.data, list):
+        yield from (f'{path}: row {piece.line + row}' for row in range(len(piece.data)))
+    elif piece.input.format == 'text':
+        yield f'{path}:{piece.line}'
+    else:
+        yield from (place for _, place in lines(piece))
+
+
 def lines(piece: InputPiece) -> Iterator[tuple[bytes, str]]:
     """Yield the lines of a piece of JSON lines, except blank ones, with file and number.
 
