@@ -45,15 +45,16 @@ class Job:
 def check_job(job: Job, out: Path) -> None:
     """Raise ConfigError with every mistake in the options."""
     problems = []
+    is_folder = job.out.endswith('/') or out.name in ('', '..')
     if url := url_of(out):
         problems.append(Problem(url, f'is a URL; {NO_URL}'))
-    elif job.out.endswith('/') or out.suffix in ('.bin', '.idx', '.json'):
-        kind = 'a folder' if job.out.endswith('/') else 'one of the files'
+    elif is_folder or out.suffix in ('.bin', '.idx', '.json'):
+        kind = 'a folder' if is_folder else 'one of the files'
+        example = (out if is_folder else out.parent) / 'corpus'
         problems.append(
             Problem(
-                job.out,
-                f'is the name of {kind}; give the prefix of the files, '
-                f'for example {out.parent}/corpus',
+                job.out or 'OUT',
+                f'is the name of {kind}; give the prefix of the files, for example {example}',
             )
         )
     elif not (there := next(path for path in out.absolute().parents if exists(path))).is_dir():

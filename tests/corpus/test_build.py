@@ -428,6 +428,13 @@ def test_a_bad_line_of_a_file_whose_name_is_not_utf_8_is_skipped(tmp_path: Path)
             'no/out: .*/corpus.jsonl is a file; choose another OUT',
         ),
         ({'out': 's3://bucket/web'}, '^s3://bucket/web: is a URL; give a path on this machine'),
+        ({'out': ''}, '^OUT: is the name of a folder; give the prefix .*, for example corpus$'),
+        ({'out': '.'}, 'is the name of a folder; give the prefix .*, for example corpus$'),
+        (
+            {'out': '{folder}/..'},
+            'is the name of a folder; give the prefix .*, for example /.*corp',
+        ),
+        ({'out': '{folder}/new/'}, 'is the name of a folder; .*, for example .*/new/corpus$'),
         ({'out': '{folder}/out.bin'}, 'out.bin: is the name of one of the files; give the prefix'),
         ({'tokenizer': None}, '--tokenizer: neither --tokenizer nor .* is given; give one'),
         (
