@@ -218,6 +218,13 @@ def test_a_column_that_is_not_text_is_named(tmp_path: Path) -> None:
         units(write_parquet(tmp_path / 'c.parquet', [['a']]), unit=100)
 
 
+def test_two_columns_of_one_name_are_named(tmp_path: Path) -> None:
+    table = pyarrow.table([['a'], ['b']], names=['text', 'text'])
+    parquet.write_table(table, tmp_path / 'a.parquet')
+    with pytest.raises(ConfigError, match=r"a.parquet: has 2 columns 'text'; leave only one"):
+        units(str(tmp_path / 'a.parquet'), unit=100)
+
+
 def test_a_column_of_few_different_texts_is_read(tmp_path: Path) -> None:
     column = pyarrow.array(['a', 'b', 'a']).dictionary_encode()
     parquet.write_table(pyarrow.table({'text': column}), tmp_path / 'a.parquet')

@@ -138,6 +138,10 @@ def _check_column(input: Input, key: str, schema: Any, fix: str | None = None) -
     if key not in schema.names:
         fix = fix or f'set --json-key to one of {", ".join(schema.names)}'
         raise mistake(input.path, f'has no column {key!r}; {fix}')
+    if (count := schema.names.count(key)) > 1:
+        raise mistake(
+            input.path, f'has {count} columns {key!r}; leave only one of them in the file'
+        )
     kind = schema.field(key).type
     types = optional('pyarrow', input.path).types
     texts = kind.value_type if types.is_dictionary(kind) else kind
