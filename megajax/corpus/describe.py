@@ -12,7 +12,7 @@ from megajax.runtime.data.sources.manifest import Manifest
 from megajax.runtime.data.text.spelled_tokens import SpelledTokens
 from megajax.runtime.data.text.tokenizer import Tokenizer
 from megajax.runtime.data.tokens.indexed import CHUNK, Sequences, paths, read_pair
-from megajax.runtime.data.tokens.token_ids import check_token_ids, token_range
+from megajax.runtime.data.tokens.token_ids import check_token_ids, first_bad, token_range
 
 READ_BYTES = 1 << 24  # bytes read at a time
 
@@ -67,10 +67,10 @@ def decode_samples(
             sequences.start(int(bound)) for bound in sequences.documents[number : number + 2]
         )
         ids = sequences.tokens[start : min(stop, start + SAMPLE_TOKENS)]
-        if ids.max(initial=0) >= tokenizer.vocab_size:
+        if (bad := first_bad(ids, tokenizer.vocab_size)) is not None:
             message = (
                 f'has {tokenizer.vocab_size} entries, but document {number} contains '
-                f'id {ids.max()}; give the tokenizer that made the tokens'
+                f'id {ids[bad]}; give the tokenizer that made the tokens'
             )
             raise mistake('--tokenizer', message)
         text = tokenizer.decode(ids)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import megajax
 
+from megajax.core.config import ConfigError
 from megajax.corpus.build import build
 from megajax.corpus.describe import decode_samples, document_lengths, verify
 from megajax.corpus.job import Job
@@ -59,6 +60,13 @@ def test_a_document_without_tokens_is_shown() -> None:
     sequences = from_lengths('x', np.zeros(2, np.uint16), np.array([0, 2], np.int32))
     shown = [text for _, text, _ in decode_samples(sequences, byte_tokenizer(), 2)]
     assert shown == ['', '\0\0']
+
+
+@pytest.mark.parametrize('bad', [-1, 257])
+def test_an_id_that_the_tokenizer_lacks_is_named(bad: int) -> None:
+    sequences = from_lengths('x', np.array([0, bad], np.int32), np.array([2], np.int32))
+    with pytest.raises(ConfigError, match=f'--tokenizer: has 257 .* document 0 contains id {bad};'):
+        list(decode_samples(sequences, byte_tokenizer(), 1))
 
 
 def test_files_of_megatron(tmp_path: Path) -> None:
