@@ -1,7 +1,9 @@
 """Check the output files of a command before it computes anything, and flush them to disk."""
 
+import errno
 import os
 import re
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,9 +53,15 @@ def with_folder(path: Path) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to disk."""
+    """Flush a file, or the entries of a folder, to disk.
+
+    Does nothing if the file system cannot flush folders.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise
     finally:
         os.close(descriptor)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megajax.base.files.outputs import check_outputs, url_of, with_folder
+from megajax.base.files.outputs import check_outputs, sync, url_of, with_folder
 from megajax.core.config import ConfigError
 
 
@@ -38,3 +38,10 @@ def test_every_file_that_cannot_be_written_is_named_at_once(tmp_path: Path) -> N
         f'{tmp_path}/file/a/b.json: {tmp_path}/file is a file, not a folder: choose another file\n'
         f'{tmp_path}/x would be written twice: give each output its own file'
     )
+
+
+@pytest.mark.skipif(not Path('/proc/self').exists(), reason='there is no /proc')
+def test_a_folder_of_a_file_system_that_cannot_flush_it_is_no_error() -> None:
+    sync(Path('/proc'))
+    with pytest.raises(OSError, match='Invalid argument'):
+        sync(Path('/dev/null'))
