@@ -167,6 +167,15 @@ def test_a_file_that_two_inputs_name_is_refused_with_both(
         find_inputs(['*.jsonl', '*.jsonl'], None)
 
 
+@pytest.mark.parametrize(('others', 'warns'), [(['a.jsonl'], True), ([], False), (['b.md'], False)])
+def test_a_readme_that_an_unquoted_glob_names_is_read_with_a_warning(
+    others: list[str], warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    named = [write(tmp_path, name, b'x') for name in ('README.md', *others)]
+    assert [input.path for input in find_inputs(named, None)] == named
+    assert ('README.md: reading it as a document; leave it out' in caplog.text) == warns
+
+
 def test_all_inputs_that_cannot_be_found_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         find_inputs([f'{tmp_path}/a.jsonl', f'{tmp_path}/*.txt', str(tmp_path)], None)

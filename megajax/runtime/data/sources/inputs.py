@@ -88,6 +88,9 @@ def find_inputs(patterns: Sequence[str], format: Format | None) -> list[Input]:
         ]
     if problems:
         raise ConfigError(*problems)
+    if cards := cards_among([input.path for input in inputs]):  # the shell may have named it
+        message = '%s: reading it as a document; leave it out if it describes the other files'
+        logger.warning(message, min(cards))
     return inputs
 
 
