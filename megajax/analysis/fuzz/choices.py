@@ -64,8 +64,8 @@ SIZES: Mapping[str, Values] = {
     'vision.cross_gate': (1.0,),
     'vision.images': (2,),
     'vision.max_patches': (16, 32),
-    'relevance.regions': ((2, 1), (1, 1)),
-    'relevance.total_tokens': (128, 64),
+    'relevance.regions': ((2, 1), (1, 2)),
+    'relevance.total_tokens': (164, 208),  # from 164 on, two regions can differ in their tokens
     'relevance.scorer_size': (16, 32),
     'lora.rank': (4, 8),
     'lora.alpha': (16.0,),

@@ -47,6 +47,7 @@ SHARES = {
 OF_MESH, OF_GROUP = 0.5, 0.25
 MOST_DEVICES = 8
 LAYOUTS = 8  # per model
+MULTIPLE = 64  # of tokens in a sequence with images, so that context shards can divide it
 REDRAWS, RESTARTS = 300, 5
 DEFAULT = object()
 DRAWN_ALWAYS = 'train.batch_size', 'train.seq_len'
@@ -161,7 +162,7 @@ def _sections(settings: Settings, pinned: Mapping[str, Any]) -> dict[str, dict[s
         if path in KEYS:
             section, key = path.split('.')
             sections.setdefault(section, {})[key] = value
-    _complete(sections)
+    _complete(sections, pinned)
     return sections
 
 
@@ -177,14 +178,18 @@ def _group(sections: dict[str, Any], groups: Sequence[str]) -> dict[str, Any]:
     return sections
 
 
-def _complete(sections: dict[str, dict[str, Any]]) -> None:
+def _complete(sections: dict[str, dict[str, Any]], pinned: Mapping[str, Any]) -> None:
     """Add keys that follow from others, such as the number of positions or longrope's divisors."""
     model, train = (sections.setdefault(name, {}) for name in ('model', 'train'))
-    model.setdefault('max_seq_len', train['seq_len'])
-    if 'relevance' in sections and 'vision' in sections:
-        patches = math.prod(sections['relevance']['regions']) * FINEST**2
+    vision, relevance = sections.get('vision'), sections.get('relevance', {})
+    if vision is not None and {'regions', 'total_tokens'} <= {*relevance}:
+        patches = math.prod(relevance['regions']) * FINEST**2
         # With patches merged by fours, attention would take 16 times as much memory.
-        sections['vision'] |= {'merge_size': 1, 'max_patches': patches}
+        vision |= {'merge_size': 1, 'max_patches': patches}
+        if vision.get('fusion') != 'cross_attention' and 'train.seq_len' not in pinned:
+            tokens = vision.get('images', 1) * relevance['total_tokens'] + 1  # and text
+            train['seq_len'] = max(train['seq_len'], math.ceil(tokens / MULTIPLE) * MULTIPLE)
+    model.setdefault('max_seq_len', train['seq_len'])
     scaling = model.get('rope_scaling') or {}
     if scaling.get('type') == 'longrope' and 'short_factor' not in scaling:
         head_dim = model.get('head_dim', model['hidden_size'] // model['num_heads'])

@@ -34,6 +34,7 @@ from megajax.analysis.inspect.reference import (
 from megajax.analysis.inspect.result import Compared
 from megajax.analysis.inspect.tolerances import LOSSES, has_16_bits, judged, limits
 from megajax.core.config import Config
+from megajax.core.counts.relevance import has_choice
 from megajax.core.hardware.targets import gpu_devices
 from megajax.core.parallel.layout import Layout
 from megajax.core.parallel.mesh import concrete, mesh_of
@@ -123,12 +124,13 @@ class EmulatedStep:
         With `exact`, both programs compute in fp32 wherever they use 16-bit types. `text` is a
         different module of the same program to run, such as a dump after an earlier compiler pass.
 
-        If the two best experts of a token nearly tie, rounding to 16 bits decides. A step whose
-        tokens choose experts is therefore executed with other parameters too if it is wrong, and is
-        right if it is right with some of them.
+        If the two best experts of a token, or two regions of an image, nearly tie, rounding to 16
+        bits decides. A step with such choices is therefore executed with other parameters too if it
+        is wrong, and is right if it is right with some of them.
         """
         is_rounded = has_16_bits(self.config) and not exact
-        points = range(1 + len(NUDGES)) if is_rounded and _chooses(self.config) else (0,)
+        chooses = _chooses(self.config) or _chooses_regions(self.config)
+        points = range(1 + len(NUDGES)) if is_rounded and chooses else (0,)
         found = []
         for point in points:
             differences = self.differences(exact=exact, text=text, point=point)
@@ -253,6 +255,11 @@ def _chooses(config: Config) -> bool:
     """Return whether each token uses only some of the experts."""
     experts = config.model.experts
     return experts is not None and experts.active < experts.count
+
+
+def _chooses_regions(config: Config) -> bool:
+    """Return whether some regions of an image get more tokens than others."""
+    return config.relevance is not None and has_choice(config.relevance)
 
 
 def _share_of_limit(found: Difference) -> float:

@@ -50,6 +50,8 @@ def _document(
     """Make a document of these tokens; images replace some of them."""
     patches, merge = shape.patches, shape.patches.merge_size
     text = np.where(token == shape.image_token, (shape.image_token + 1) % 2, token)
+    if patches.grid is not None:  # each image has one token in front of it
+        images = min(images, len(text) // (1 + patches.tokens(patches.grid)))
     units = min(patches.max_units, max(1, len(text) // (2 * max(1, images))))
     grids = [
         patches.grid or (merge, merge * int(random.integers(1, units + 1))) for _ in range(images)

@@ -18,7 +18,8 @@ MOST_TOKENS = 8192  # maximum number of tokens in its step
 MOST_DEVICES = 16  # maximum number of devices in its mesh, which one process simulates
 HEAD_DIM = 64  # with smaller heads, Triton cannot tile every matmul
 MAX_SEQ_LEN = 64
-REGIONS, TOTAL_TOKENS = (2, 1), 160  # two regions, between which a budget has to choose
+# Two regions, of which the budget gives 144 tokens to one and 64 to the other.
+REGIONS, TOTAL_TOKENS, MOST_IMAGES = (2, 1), 208, 2
 VOCAB_SIZE = 1000  # padded to 1024 rows, so that the padding is also executed
 NUM_EXPERTS = 8  # per layer, or two on each device if that is more
 
@@ -61,7 +62,7 @@ def _changes(config: Config) -> dict[str, Any]:
     kv_heads, heads = _heads(config, mesh)
     # Two chunks for each context shard, which sequence parallelism divides.
     divisor = mesh['mesh.context'] * math.lcm(2, mesh['mesh.model'])
-    longest = MAX_SEQ_LEN if config.relevance is None else 2 * TOTAL_TOKENS
+    longest = MAX_SEQ_LEN + _image_tokens(config)
     seq_len = min(config.train.seq_len, math.ceil(longest / divisor) * divisor)
     # If the data shards divide the size, they also divide the new one; if not, they do not.
     divisor = rows * (1 if _is_uneven(config) else mesh['mesh.data'])
@@ -83,6 +84,13 @@ def _changes(config: Config) -> dict[str, Any]:
     changes |= _of_windows(config, seq_len, 2 * mesh['mesh.context'])
     changes |= _of_experts(config, mesh, seq_len)
     return changes | _of_encoder(config, changes['model.head_dim'], seq_len)
+
+
+def _image_tokens(config: Config) -> int:
+    """Return the tokens of images, if relevance gives each image a fixed number of tokens."""
+    if config.relevance is None or config.vision is None:
+        return 0
+    return min(config.vision.images, MOST_IMAGES) * TOTAL_TOKENS
 
 
 def _head_dim(config: Config) -> int:

@@ -7,7 +7,7 @@ a tensor-parallel group.
 from collections.abc import Iterator
 
 from megajax.core.config import Config
-from megajax.core.config.vision import FINEST, TEXTURE_CHANNELS
+from megajax.core.config.vision import FINEST, TEXTURE_CHANNELS, RelevanceConfig
 from megajax.core.counts.vision_parameters import (
     RELEVANCE_HIDDEN,
     SCORER_FEATURES,
@@ -15,8 +15,16 @@ from megajax.core.counts.vision_parameters import (
     SUMMARIES,
 )
 
-FEWEST = 8  # number of cells along each side of a region at the coarsest level
+# number of cells along each side of a region at the coarsest level, and at the next one
+FEWEST, NEXT = 8, 10
 Sizes = tuple[int, int, int]  # m, n and k of a matmul
+
+
+def has_choice(relevance: RelevanceConfig) -> bool:
+    """Return whether relevance decides which regions of an image get more tokens than others."""
+    regions, total = relevance.num_regions, relevance.total_tokens
+    with_one_raised = regions * FEWEST**2 + NEXT**2 - FEWEST**2
+    return regions > 1 and with_one_raised <= total < regions * FINEST**2
 
 
 def num_slots(config: Config, shards: int) -> int:

@@ -15,6 +15,7 @@ from megajax.core.config import Config, ConfigError, MeshConfig
 from megajax.core.config.conflicts import FEATURES
 from megajax.core.config.keys import keys_in
 from megajax.core.config.rules import incompatibilities
+from megajax.core.counts.relevance import has_choice
 
 COUNT = 160
 # Features that are not drawn, since they are of runs rather than of steps.
@@ -76,6 +77,21 @@ def test_each_value_of_an_enumeration_is_drawn(drawn):
         if path.count('.') == 1 and isinstance(value, (bool, str))
     }
     assert wanted - of_vision - {*found} == set()
+
+
+def test_a_drawn_budget_has_a_choice_and_sequences_have_room_for_its_tokens(drawn):
+    found = [config for config in drawn if config.relevance is not None]
+    assert len({config.relevance.total_tokens for config in found}) > 1
+    for config in found:
+        assert has_choice(config.relevance)
+        assert config.vision.images * config.relevance.total_tokens < config.train.seq_len
+
+
+def test_a_fixed_length_of_sequences_is_kept_with_a_budget():
+    budget = 'relevance.regions=[2, 1]', 'relevance.total_tokens=208'
+    config = draw(0, 0, (*budget, 'train.seq_len=32'))
+    assert config.train.seq_len == 32
+    assert config.vision.is_crossed  # with images in the sequence, it would be too short
 
 
 def test_each_axis_of_the_mesh_has_several_sizes(drawn):

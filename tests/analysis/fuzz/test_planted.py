@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from jax.sharding import get_abstract_mesh
 from support import exhaustive, load_script, slow
 
 from megajax.analysis.fuzz.case import Case
@@ -15,6 +16,7 @@ from megajax.analysis.inspect.minimize import smallest
 from megajax.core.config import Config, load
 from megajax.core.hardware.targets import has_compiler
 from megajax.core.model import linear
+from megajax.core.model.arr_coc import relevance
 from megajax.core.train import step
 from megajax.xla.miscompiles import ask
 from megajax.xla.miscompiles.scaled_bias import SCALED_BIAS
@@ -33,6 +35,29 @@ BIASES = (
     'model.experts={count: 8, active: 1, ffn_size: 64, selection_bias: true}',
 )
 STAGES = 'mesh.stages=2', 'mesh.virtual_stages=2', 'model.num_layers=4'
+RELEVANCE = (
+    *('mesh.data=1', 'mesh.model=2', 'model.num_layers=1', 'train.batch_size=4'),
+    *('relevance.regions=[2, 1]', 'relevance.total_tokens=208'),
+)
+
+
+def scorers_in_reverse(patch: Any) -> None:
+    """The shards of `model` have each other's scorers."""
+    usual = relevance._slots
+    patch(relevance, '_slots', lambda copies, layout: usual(
+        copies if len(copies) == 1 else copies[:, ::-1], layout
+    ))  # fmt: skip
+
+
+def gates_of_ones(patch: Any) -> None:
+    """On a mesh, the detail of each region counts in full, whatever its relevance."""
+    usual = relevance.assess
+
+    def assess(*arguments: Any, **options: Any) -> relevance.Relevance:
+        found = usual(*arguments, **options)
+        return found if get_abstract_mesh().size == 1 else found._replace(gate=found.gate * 0 + 1)
+
+    patch(relevance, 'assess', assess)
 
 
 def tried(config: Config) -> Case:
@@ -47,6 +72,8 @@ def tried(config: Config) -> Case:
         slow(emulated.tokens_in_order, ('mesh.context=2', 'model.num_layers=1')),
         exhaustive(of_experts.router_gradients_not_summed, EXPERTS),
         exhaustive(of_experts.load_of_own_tokens, BIASES),
+        slow(scorers_in_reverse, RELEVANCE),
+        exhaustive(gates_of_ones, RELEVANCE),
     ],
 )
 def test_a_planted_fault_is_found_by_few_random_steps(

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import exhaustive, make_config
+from vlm import relevant
 
 from megajax.analysis.inspect import emulated_step
 from megajax.analysis.inspect.emulated_step import EmulatedStep
@@ -533,12 +534,27 @@ def test_the_loss_of_fewer_tokens_may_differ_more_in_16_and_8_bits():
 def test_where_tokens_choose_experts_a_wrong_step_is_wrong_with_other_parameters_too(
     chooses, dtype, wrong_at, ok
 ):
+    experts = {'count': 4, 'active': 1 if chooses else 4, 'ffn_size': 64}
+    config = step('gpt', 2, 1, model={'experts': experts}, train={'dtype': dtype})
+    assert is_right(config, wrong_at) == ok
+
+
+@pytest.mark.parametrize(('total', 'ok'), [(208, True), (128, False)])
+def test_where_regions_share_tokens_a_wrong_step_is_wrong_with_other_parameters_too(total, ok):
+    """Each of two regions has 64 of 128 tokens, whatever its relevance."""
+    config = relevant(relevance={'total_tokens': total}, train={'dtype': 'bfloat16'})
+    assert is_right(config, wrong_at={0}) == ok
+    assert not is_right(config, wrong_at={0, 1, 2})
+
+
+def is_right(config: Config, wrong_at: set[int]) -> bool:
+    """The verdict on a step whose loss is wrong at these points."""
+
     class Step(EmulatedStep):
         def __init__(self):
-            experts = {'count': 4, 'active': 1 if chooses else 4, 'ffn_size': 64}
-            self.config = step('gpt', 2, 1, model={'experts': experts}, train={'dtype': dtype})
+            self.config = config
 
         def differences(self, *, exact=False, text=None, point=0):
             return [Difference('loss', float(point in wrong_at))]
 
-    assert Step().results()[0].ok == ok
+    return Step().results()[0].ok

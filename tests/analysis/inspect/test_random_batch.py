@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from support import make_config, on_mesh
 
+from megajax.analysis.inspect.one_device import updated
 from megajax.analysis.inspect.random_batch import make_batch
 from megajax.analysis.inspect.shrink import shrink
 from megajax.core.config import Config, load
@@ -51,6 +52,22 @@ def test_a_batch_of_a_smaller_config_has_pictures_of_several_sizes_where_sizes_m
     assert ((batch['image_index'] >= 0).any(1) == (patches > 0).any(1)).all()
     assert not batch['loss_mask'][batch['labels'] == config.vision.image_token].any()
     assert _brightness_differs(batch)
+
+
+@pytest.mark.parametrize('keys', [[], ['vision.images=3', 'train.seq_len=12800']])
+def test_the_images_of_a_smaller_config_with_a_budget_leave_room_for_text(keys):
+    config, _ = shrink(load('arr_coc_32b', keys))
+    batch = make_batch(config)
+    assert (batch['image_grid'][0].prod(-1) > 0).sum() == config.vision.images
+    assert batch['loss_mask'].any(1).all()
+
+
+def test_images_that_would_fill_the_sequence_are_left_out():
+    config, _ = shrink(load('arr_coc_32b', ['vision.images=3', 'train.seq_len=12800']))
+    images = config.vision.images
+    train = {'seq_len': images * config.relevance.total_tokens}
+    batch = make_batch(updated(config, train=train))
+    assert (batch['image_grid'][0].prod(-1) > 0).sum() == images - 1
 
 
 def _brightness_differs(batch: dict[str, np.ndarray]) -> bool:
