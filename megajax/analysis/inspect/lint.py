@@ -48,9 +48,18 @@ def lint(
 
 
 def known_miscompiles(program: Program, target: str) -> list[Finding]:
-    """Return the instructions that match a known XLA miscompile, as errors."""
-    findings = confirmed(detect_in(program), target)
-    return [_error(f'miscompiled: {finding.entry.name}', str(finding)) for finding in findings]
+    """Return the instructions that match a known XLA miscompile, as errors.
+
+    They are notes if it is not known whether the compiler has the bug.
+    """
+    return [
+        Finding(
+            level='note' if finding.doubt else 'error',
+            rule=f'miscompiled: {finding.entry.name}',
+            message=str(finding),
+        )
+        for finding in confirmed(detect_in(program), target)
+    ]
 
 
 def replicated_over_model(compiled: CompiledStep) -> list[Placement]:

@@ -4,7 +4,7 @@ import argparse
 
 from megajax.core.hardware.records import record_name
 from megajax.core.hardware.targets import GPUS
-from megajax.xla.miscompiles.entry import Miscompile
+from megajax.xla.miscompiles.entry import Miscompile, Options
 from megajax.xla.miscompiles.probe import DEFAULT_TARGET, Answer, ask
 from megajax.xla.miscompiles.register import REGISTER
 
@@ -20,15 +20,20 @@ def report(target: str) -> list[str]:
 def _deed(entry: Miscompile, answer: Answer) -> str:
     """Return what megajax does about the bug."""
     if answer.is_faulty is None:
-        return f'unknown, {answer.why}'
+        given = f'; {_given(answer.workaround)}' if answer.workaround else ''
+        return f'unknown, {answer.why}{given}'
     if entry.platform == 'cpu':
         return 'inspect rejects an affected program'
     if answer.workaround:
-        options = ' '.join(f'{name}={value}' for name, value in answer.workaround.items())
-        return f'every program is compiled with {options}'
+        return _given(answer.workaround)
     if entry.affected_keys:
         return f'{answer.why}; affected configs are rejected ({", ".join(entry.affected_keys)})'
     return 'inspect and train reject an affected program'
+
+
+def _given(workaround: Options) -> str:
+    options = ' '.join(f'{name}={value}' for name, value in workaround.items())
+    return f'every program is compiled with {options}'
 
 
 def main() -> None:

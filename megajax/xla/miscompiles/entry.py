@@ -76,12 +76,14 @@ class Sighting:
     op_name: str
     source: str
     detail: str = ''
+    doubt: str = ''  # why it is not known whether the compiler has the bug
 
     def __str__(self) -> str:
         source = self.source or 'no source line'
         place = f'{self.instruction} at {self.op_name or "no path"} ({source})'
         what = f'{self.entry.what}, {self.detail}' if self.detail else self.entry.what
-        return f'{place}: {what} ({self.entry.source}): {self.entry.remedy}'
+        doubt = f'; unknown whether this compiler has the bug: {self.doubt}' if self.doubt else ''
+        return f'{place}: {what} ({self.entry.source}): {self.entry.remedy}{doubt}'
 
 
 def find(entry: Miscompile, program: Program) -> list[Sighting]:

@@ -1,5 +1,7 @@
 """Apply the register: set workarounds, and reject affected configs and steps."""
 
+import functools
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,6 +16,7 @@ from megajax.xla.miscompiles.entry import Miscompile, Option, Options, Sighting
 from megajax.xla.miscompiles.probe import DEFAULT_TARGET, ask, confirmed
 from megajax.xla.miscompiles.register import REGISTER, detect
 
+logger = logging.getLogger(__name__)
 _PIPELINED = ('xla_gpu_enable_pipelined_p2p', 'xla_gpu_experimental_pipeline_parallelism_opt_level')
 _OFF = 'false', '0', 'disable'
 _LISTS = ('xla_disable_hlo_passes',)  # options with comma-separated values
@@ -45,12 +48,28 @@ def mesh_target() -> str:
 
 
 def workarounds(target: str) -> dict[str, Option]:
-    """Return the workarounds that the compiler for `target` needs; only GPU compilers need any."""
+    """Return the workarounds that the compiler for `target` needs; only GPU compilers need any.
+
+    A workaround for a bug that the compiler may have is also returned, and logged as a warning.
+    """
     if target not in GPUS:
         return {}
     entries = [entry for entry in REGISTER if entry.platform == 'gpu' and entry.workaround]
-    answers = [ask(entry, target) for entry in entries]
-    return merged(answer.workaround for answer in answers if answer.workaround)
+    answers = [(entry, ask(entry, target)) for entry in entries]
+    for entry, answer in answers:
+        if answer.is_faulty is None and answer.workaround:
+            _warn(entry.name, answer.why)
+    return merged(answer.workaround for _, answer in answers if answer.workaround)
+
+
+@functools.cache  # once in a process
+def _warn(name: str, why: str) -> None:
+    logger.warning(
+        'unknown whether this compiler has the bug %s: %s; programs are compiled with its '
+        'workaround',
+        name,
+        why,
+    )
 
 
 def merged(several: Iterable[Options]) -> dict[str, Option]:
@@ -136,9 +155,15 @@ def _pipelined_flags() -> list[str]:
 
 
 def check_compiled(text: str, target: str) -> list[Sighting]:
-    """Raise MiscompileError for a program with wrong results; return the other findings."""
+    """Raise MiscompileError for a program with wrong results; return the other findings.
+
+    A correct program can have a finding if it is not known whether the compiler has the bug, so
+    such a finding is returned.
+    """
     findings = confirmed(detect(text), target)
-    wrong = [finding for finding in findings if finding.entry.effect == 'wrong']
+    wrong = [
+        finding for finding in findings if finding.entry.effect == 'wrong' and not finding.doubt
+    ]
     if wrong:
         raise MiscompileError('\n'.join(f'XLA miscompiled {finding}' for finding in wrong))
     return findings

@@ -8,6 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+from jax.stages import Compiled, Lowered
 
 from megajax.core.hardware.targets import GPUS, WITHOUT_GPU, gpu_devices, has_compiler
 from megajax.xla.hlo.program import Program
@@ -23,7 +26,8 @@ class Answer:
     """Whether the installed compiler has a bug, and the workaround, or why there is none.
 
     `is_faulty` is None if the compiler cannot be asked: the repro does not compile, or no GPU
-    compiler is installed. `workaround` is None if no option avoids the bug.
+    compiler is installed. `workaround` is None if no option avoids the bug. If the repro does not
+    compile, it has the options that would avoid the bug and that the compiler accepts.
     """
 
     is_faulty: bool | None
@@ -53,7 +57,8 @@ def probe(entry: Miscompile, target: str) -> Answer:
         is_faulty = shows_fault(entry, target, {})
     except _FAILURES as error:
         why = f'its repro does not compile: {_reason(error)}'
-        return Answer(is_faulty=None, workaround=None, why=why)
+        workaround = entry.workaround if _is_accepted(entry, target) else None
+        return Answer(is_faulty=None, workaround=workaround, why=why)
     if not is_faulty:
         return Answer(is_faulty=False, workaround=None)
     if entry.workaround is None:
@@ -72,28 +77,50 @@ def probe(entry: Miscompile, target: str) -> Answer:
 def shows_fault(entry: Miscompile, target: str, options: Options) -> bool:
     """Return whether the repro, compiled for `target` with these options, shows the bug."""
     lowered = entry.repro.lower(_devices(entry, target))
-    common: Options = {} if entry.platform == 'cpu' else WITHOUT_GPU
-    with warnings.catch_warnings():
-        # Programs for absent GPUs cannot be read back from jax's compilation cache.
-        warnings.filterwarnings('ignore', '.*persistent compilation cache')
-        compiled = lowered.compile({**common, **entry.repro.options, **options})
+    compiled = _compiled(lowered, entry, {**entry.repro.options, **options})
     if entry.repro.is_wrong is not None:
         return entry.repro.is_wrong(compiled)
     return bool(find(entry, Program(compiled.as_text() or '')))
 
 
+def _is_accepted(entry: Miscompile, target: str) -> bool:
+    """Return whether the compiler for `target` accepts the options of the workaround."""
+    if entry.workaround is None:
+        return False
+    try:
+        (device,) = _devices(entry, target)[:1]
+        x = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(device))
+        _compiled(jax.jit(jnp.negative).lower(x), entry, entry.workaround)
+    except _FAILURES:
+        return False
+    return True
+
+
+def _compiled(lowered: Lowered, entry: Miscompile, options: Options) -> Compiled:
+    common: Options = {} if entry.platform == 'cpu' else WITHOUT_GPU
+    with warnings.catch_warnings():
+        # Programs for absent GPUs cannot be read back from jax's compilation cache.
+        warnings.filterwarnings('ignore', '.*persistent compilation cache')
+        return lowered.compile({**common, **options})
+
+
 def confirmed(findings: Sequence[Sighting], target: str) -> list[Sighting]:
     """Return the findings that count for `target`; with cpu, GPU programs are DEFAULT_TARGET's.
 
-    If a correct program can show a finding too, the finding is dropped unless the compiler has the
-    bug.
+    If a correct program can show a finding too, the finding is dropped if the compiler does not
+    have the bug. If that is not known, the finding says why in its `doubt`.
     """
     target = DEFAULT_TARGET if target == 'cpu' else target
-    return [
-        finding
-        for finding in findings
-        if finding.entry.is_certain or ask(finding.entry, target).is_faulty
-    ]
+    return [kept for finding in findings if (kept := _confirmed(finding, target)) is not None]
+
+
+def _confirmed(finding: Sighting, target: str) -> Sighting | None:
+    if finding.entry.is_certain:
+        return finding
+    answer = ask(finding.entry, target)
+    if answer.is_faulty is None:
+        return dataclasses.replace(finding, doubt=answer.why)
+    return finding if answer.is_faulty else None
 
 
 def _devices(entry: Miscompile, target: str) -> list[Any]:

@@ -145,9 +145,12 @@ def test_a_compiled_step_that_only_wastes_time_does_not_end_the_run() -> None:
     assert finding.entry.effect == 'slow'
 
 
-def test_a_text_that_may_be_right_ends_no_run_where_the_compiler_has_no_such_fault() -> None:
-    assert detect(texts.product(1.5, 'BIAS'))
-    assert check_compiled(texts.product(1.5, 'BIAS'), 'no such GPU') == []
+def test_a_text_that_may_be_right_ends_no_run_where_nobody_knows_of_the_fault() -> None:
+    (finding,) = check_compiled(texts.product(1.5, 'BIAS'), 'no such GPU')
+    assert finding.entry is SCALED_BIAS
+    assert str(finding).endswith('whether this compiler has the bug: no GPU compiler to ask')
+    (told,) = known_miscompiles(Program(texts.product(1.5, 'BIAS')), 'no such GPU')
+    assert (told.level, told.message) == ('note', str(finding))
 
 
 def test_lists_of_passes_are_joined_with_each_other_and_with_the_users(
@@ -246,11 +249,27 @@ def test_the_options_are_those_that_cure_what_the_compiler_has(answers: Answers)
     assert workarounds('cpu') == {}
 
 
+def test_a_fault_that_may_be_there_is_cured_with_one_warning(
+    answers: Answers, caplog: pytest.LogCaptureFixture
+) -> None:
+    why = 'its repro does not compile'
+    answers[EMPTY_PERMUTE.name] = Answer(
+        is_faulty=None, workaround=EMPTY_PERMUTE.workaround, why=why
+    )
+    guard._warn.cache_clear()
+    for _ in range(2):
+        assert workarounds('h100') == EMPTY_PERMUTE.workaround
+    (line,) = caplog.messages
+    assert f'{EMPTY_PERMUTE.name}: {why}' in line
+
+
 def test_a_text_that_may_be_right_ends_the_run_where_the_fault_is_there(answers: Answers) -> None:
     assert check_compiled(texts.product(1.5, 'BIAS'), 'h100') == []
     answers[SCALED_BIAS.name] = WITHOUT_WORKAROUND
     with pytest.raises(MiscompileError, match='call at no path'):
         check_compiled(texts.product(1.5, 'BIAS'), 'h100')
+    answers[SCALED_BIAS.name] = UNKNOWN
+    assert [x.doubt for x in check_compiled(texts.product(1.5, 'BIAS'), 'h100')] == [UNKNOWN.why]
 
 
 @pytest.mark.parametrize('target', GPUS)

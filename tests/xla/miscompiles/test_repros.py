@@ -293,6 +293,13 @@ def test_what_no_option_cures_has_its_reason(entry: Miscompile, is_faulty: Any, 
     assert (answer.is_faulty, answer.workaround, answer.why) == (is_faulty, None, why)
 
 
+@pytest.mark.parametrize('name', ['xla_cpu_enable_fast_math', 'xla_no_such_option'])
+def test_a_fault_that_may_be_there_has_the_cure_that_the_compiler_accepts(name: str) -> None:
+    answer = probe(entry_of(rejects('needed'), workaround={name: False}), 'cpu')
+    is_accepted = name == 'xla_cpu_enable_fast_math'
+    assert (answer.is_faulty, answer.workaround) == (None, {name: False} if is_accepted else None)
+
+
 def test_a_gpu_compiler_is_asked_once_for_each_target(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, options = list[Any](), list[Options]()
 
