@@ -71,16 +71,17 @@ class Reader:
         tokens = [row.region_tokens[0] for row in rows if row.region_tokens is not None]
         if not tokens:
             return {}
-        given = np.array([x[p.line] for x, p in zip(tokens, self._pictures, strict=True)])
-        values = {
-            'budget_used': float(np.mean(np.sum(tokens, 1))),
-            'budget_right_line': float((given >= DETAILED).mean()),
+        values, asked = {'budget_used': float(np.mean(np.sum(tokens, 1)))}, ''
+        if self._config.data.corpus == 'lines':  # a region is a line
+            given = np.array([x[p.line] for x, p in zip(tokens, self._pictures, strict=True)])
+            values['budget_right_line'] = share = float((given >= DETAILED).mean())
+            asked = f'{100 * share:.1f}% of the lines asked for have {DETAILED} tokens or more; '
+        values |= {
             'budget_fewest': float((np.array(tokens) == FEWEST).mean()),
             'budget_most': float((np.array(tokens) == MOST).mean()),
         }
         report.say(
-            f'step {step}  {100 * values["budget_right_line"]:.1f}% of the lines asked for have '
-            f'{DETAILED} tokens or more; {values["budget_used"]:.0f} tokens per image are used, '
+            f'step {step}  {asked}{values["budget_used"]:.0f} tokens per image are used, '
             f'{100 * values["budget_fewest"]:.0f}% of the regions have {FEWEST}, '
             f'{100 * values["budget_most"]:.0f}% {MOST}'
         )

@@ -7,12 +7,48 @@ import pytest
 from PIL import Image
 from support import on_mesh, random_params
 
-from megajax.core.config import load
+from megajax.core.config import Config, load
 from megajax.runtime.data import load_data
+from megajax.runtime.generate import Continuation
 from megajax.runtime.run.log.report import Report
 from megajax.runtime.run.ocr_eval import SHOWN, Reader
 
 SMALL = ['model.num_layers=1', 'vision.num_layers=1', 'mesh.data=1', 'mesh.model=1']
+
+
+BUDGET = (
+    *('relevance.regions=[2, 2]', 'relevance.total_tokens=720', 'vision.max_patches=6400'),
+    *('train.seq_len=768', 'model.max_seq_len=768'),
+)
+
+
+@pytest.mark.parametrize(
+    ('config', 'keys', 'asked'),
+    [
+        (load('tiny_arr_coc'), ['budget_right_line'], '100.0% of the lines asked for have '),
+        (load('tiny_vlm', BUDGET), [], '720 tokens per image are used, '),
+    ],
+    ids=['lines', 'words'],
+)
+def test_the_detail_of_the_line_asked_for_is_told_of_images_of_lines_alone(
+    config: Config,
+    keys: list[str],
+    asked: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data = load_data(config)
+    pictures, rows = data.validation.pictures, []
+    for picture in pictures:
+        row = Continuation([], data.tokenizer, limit=1)
+        row.region_tokens = np.where(np.arange(4) == picture.line, 400, 64)[None]
+        row.region_tokens[0, picture.line - 1] += 128
+        rows.append(row)
+    reader = Reader(config, data.validation, data.tokenizer, tmp_path)
+    values = reader._detail(7, rows, Report())
+    assert [*values] == ['budget_used', *keys, 'budget_fewest', 'budget_most']
+    assert values['budget_used'] == 720
+    assert capsys.readouterr().out.startswith(f'step 7  {asked}')
 
 
 @pytest.mark.slow
