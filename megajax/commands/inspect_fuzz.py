@@ -66,16 +66,18 @@ def fuzz(
 
     if target in ('cpu', *TPUS):
         raise ConfigError(f'--target {target}: fuzz executes programs for GPUs; use --target h100')
-    draw(seed, 0, fixed or ())  # raises ConfigError if nothing has the fixed settings
+    first = draw(seed, 0, fixed or ())  # raises ConfigError if nothing has the fixed settings
     if list_only:
         return _print_configs(seed, count, fixed or ())
     check_outputs(out)
     reports = _folder(out) if minimize else None
     from megajax.analysis.fuzz import run
     from megajax.analysis.fuzz.report import line, tables
+    from megajax.core.config.overrides import read_overrides
     from megajax.core.hardware.targets import check_target
 
-    check_target(target)
+    is_fixed = 'train.dtype' in read_overrides(fixed or (), [])
+    check_target(target, first.train.dtype if is_fixed else None)
     progress = Console(stderr=True, highlight=False)
     executed: list[Case] = []
 

@@ -28,6 +28,7 @@ from megajax.analysis.inspect.result import Compared
 from megajax.analysis.inspect.tolerances import has_16_bits
 from megajax.base.errors import reason
 from megajax.core.config import Config, ConfigError
+from megajax.core.hardware.targets import check_target
 
 MOST_LINES = 12  # most lines of a traceback
 OBJECTS = 100_000  # new objects after which Python collects; tracing a step makes many
@@ -39,7 +40,11 @@ BEGUN, FOUND, DONE, UNABLE = 'begun ', 'found ', 'done ', 'unable '
 
 
 def executed(config: Config, target: str) -> dict[str, Worst]:
-    """Compile and execute a step; in 16 bits, execute it a second time with fp32 instead."""
+    """Compile and execute a step; in 16 bits, execute it a second time with fp32 instead.
+
+    Raises ConfigError if the target does not compute in the step's dtype.
+    """
+    check_target(target, config.train.dtype)
     step = EmulatedStep(config, target, ONE_THREAD)
     found = {'as_compiled': _worst(step.results())}
     if has_16_bits(config):
