@@ -7,7 +7,7 @@ tokens in the order that a run gives them.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,13 +19,18 @@ from megajax.analysis.inspect.one_device import on_one_device, updated
 from megajax.analysis.inspect.random_batch import make_batch
 from megajax.analysis.inspect.reference import (
     AFTER,
+    EXPONENTS,
     GRADIENT,
+    LOAD,
     METRICS,
     NUDGE,
     NUDGES,
+    SECOND,
     Reference,
     Values,
+    as_magnitudes,
     compared_of,
+    exponents_in_fp32,
     first_state,
     moved,
     recompiled,
@@ -142,7 +147,11 @@ class EmulatedStep:
     def differences(
         self, *, exact: bool = False, text: str | None = None, point: int = 0
     ) -> list[Difference]:
-        """Return the difference of each result, see `results`, at one of the reference's points."""
+        """Return the difference of each result, see `results`, at one of the reference's points.
+
+        The difference of a gradient is that of its first or its second moment. What rounding to 16
+        bits changes by whole tokens or exponents is only compared in fp32.
+        """
         expected = self._expected(exact=exact)
         actual = self._executed(exact=exact, text=text, nudge=(0, *NUDGES)[point])
         scale = _largest_gradient(expected.results)
@@ -162,7 +171,9 @@ class EmulatedStep:
 
             x = [(place, noise[name].without(piece, place)) for place, piece in actual[name]]
             wanted = own(expected.points[point])
-            options = {**gradient_options} if name.startswith(GRADIENT) else {}
+            options = {**gradient_options} if name.startswith((GRADIENT, SECOND)) else {}
+            if name == EXPONENTS:
+                return difference(name, x, wanted)
             if not is_rounded:
                 options |= {'floor': of_loss if name in LOSSES else floor}
                 nudged, again = own(expected.nudged), own(other) if other is not None else None
@@ -179,11 +190,12 @@ class EmulatedStep:
                 name, x, wanted, in_fp32, also=also, **of_rounded, **options
             )
 
-        found = [compare(name) for name in actual]
+        names = [name for name in actual if not (is_rounded and name in (LOAD, EXPONENTS))]
+        found = [compare(name) for name in names]
         if not is_rounded and 1 < max(map(_share_of_limit, found)) < MUCH:
             other = recompiled(on_one_device(self.config, exact=exact), self._rounded_to)
-            found = [compare(name, other) for name in actual]
-        return [one._replace(note=noise[one.name].note) for one in found]
+            found = [compare(name, other) for name in names]
+        return _joined([one._replace(note=noise[one.name].note) for one in found])
 
     def _noise(
         self, actual: Values, expected: Values, precise: Values, *, limit: float
@@ -214,7 +226,11 @@ class EmulatedStep:
 
     def _expected(self, *, exact: bool) -> Reference:
         """Return the results on one device, see `reference`; with `exact`, computed in fp32."""
-        return reference(on_one_device(self.config, exact=exact), self._rounded_to)
+        found = reference(on_one_device(self.config, exact=exact), self._rounded_to)
+        if exact and self.config.train.has_delayed_scales:
+            exponents = exponents_in_fp32(on_one_device(self.config, exact=False))
+            found = found._replace(results=found.results | {EXPONENTS: exponents})
+        return found
 
     @property
     def _rounded_to(self) -> type | None:
@@ -235,7 +251,8 @@ class EmulatedStep:
         ]
         devices = jax.devices('cpu')[: self.config.mesh.num_devices]
         pieces = run_on_cpu(program, values, devices, exact=exact)
-        return compared_of(*jax.tree.unflatten(jax.tree.structure(self._results), pieces))
+        results = jax.tree.unflatten(jax.tree.structure(self._results), pieces)
+        return as_magnitudes(compared_of(*results), self.config)
 
     def _in_places(self, name: str, x: np.ndarray) -> np.ndarray:
         """Return a parameter's array with the layers in the order of their stages."""
@@ -260,6 +277,17 @@ def _chooses(config: Config) -> bool:
 def _chooses_regions(config: Config) -> bool:
     """Return whether some regions of an image get more tokens than others."""
     return config.relevance is not None and has_choice(config.relevance)
+
+
+def _joined(differences: Sequence[Difference]) -> list[Difference]:
+    """Return the differences with one of each gradient, the worse one of its two moments."""
+    found = {one.name: one for one in differences}
+    for name in [name for name in found if name.startswith(SECOND)]:
+        gradient, second = name.replace(SECOND, GRADIENT, 1), found.pop(name)
+        if _share_of_limit(second) > max(1, _share_of_limit(found[gradient])):
+            note = "of Adam's second moment"
+            found[gradient] = second._replace(name=gradient, note=note)
+    return [*found.values()]
 
 
 def _share_of_limit(found: Difference) -> float:

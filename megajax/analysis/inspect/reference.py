@@ -1,6 +1,7 @@
 """The results of a training step on one device, with which executed steps are compared.
 
-Every parameter gets noise first: biases are initialized to zero, which would hide a fault.
+Every parameter gets noise first: biases are initialized to zero, which would hide a fault. So does
+the load of experts, because the balance loss of equal loads has no gradient.
 """
 
 import functools
@@ -25,14 +26,18 @@ from megajax.core.train.optimizer import make_optimizer
 from megajax.core.train.step import TrainState, init_state, make_train_step
 from megajax.xla.emulate.compare import nudged
 from megajax.xla.emulate.execute import quick
+from megajax.xla.emulate.one_device import CpuModule
 
 NOISE = 0.05
 LOSS_SCALE = 64.0  # for fp16
 # Relative changes of fp32 parameters: the first shows how much rounding to fp32 matters, the others
 # are other points with the same rounding to 16 bits.
 NUDGE, NUDGES = 2.0**-22, (2.0**-8, 2.0**-7)
-GRADIENT, AFTER = 'gradient of ', ' after the step'
+GRADIENT, SECOND, AFTER = 'gradient of ', 'second moment of ', ' after the step'
 METRICS = 'loss', 'nll', 'grad_norm'
+# What the next step reads in addition to parameters and moments. Rounding to 16 bits changes some
+# of it by whole tokens or exponents.
+LOAD, EXPONENTS = f'load of experts{AFTER}', f'fp8 exponents{AFTER}'
 Values = dict[str, Any]
 
 
@@ -84,11 +89,19 @@ def first_state(config: Config) -> TrainState:
     else:
         params = map_parameters(noisy, state.params)
     state = state._replace(params=params)
+    if state.load is not None:
+        state = state._replace(load=_uneven(state.load))
     if state.recent is not None:
         with jax.set_mesh(make_mesh()):
             scaled = with_scales(config, _placed(state, config), place_batch(make_batch(config)))
             state = state._replace(recent=np.array(scaled.recent))
     return state
+
+
+def _uneven(load: np.ndarray) -> np.ndarray:
+    """Return different shares of the assignments for each expert."""
+    parts = np.random.default_rng(2).uniform(0.5, 1.5, load.shape)
+    return np.asarray(parts / parts.sum(-1, keepdims=True), load.dtype)
 
 
 def _placed(state: TrainState, config: Config) -> TrainState:
@@ -118,6 +131,18 @@ def recompiled(config: Config, rounded_to: DTypeLike | None) -> Values:
     return _step(config, rounded_to, quick() | {'xla_backend_optimization_level': 1})(0)
 
 
+@functools.lru_cache(maxsize=8)
+def exponents_in_fp32(config: Config) -> np.ndarray:
+    """Return fp8's recent exponents after the step on one device, with fp32 in place of fp8."""
+    with jax.set_mesh(make_mesh()):
+        arguments = _placed(first_state(config), config), place_batch(make_batch(config))
+        traced = make_train_step(config).trace(*arguments)
+        devices, values = jax.devices('cpu'), jax.tree.leaves(arguments)
+        results = CpuModule(traced).run(values, devices, exact=True)
+    after, _ = jax.tree.unflatten(jax.tree.structure(traced.out_info), results)
+    return np.asarray(after.recent)
+
+
 def _step(
     config: Config, rounded_to: DTypeLike | None, options: dict[str, Any]
 ) -> Callable[[float], Values]:
@@ -133,7 +158,7 @@ def _step(
         with jax.set_mesh(make_mesh()):
             after = step(_placed(moved(first, nudge), config), batch)
         values: Values = jax.tree.map(np.asarray, compared_of(*after))
-        return values
+        return as_magnitudes(values, config)
 
     return results
 
@@ -147,14 +172,33 @@ def moved(state: TrainState, nudge: float) -> TrainState:
 
 
 def compared_of(state: TrainState, metrics: Values) -> Values:
-    """Return loss, gradients (as Adam's first moments) and updated parameters, by name."""
+    """Return loss, gradients (as Adam's first moments) and what the step changes, by name."""
     is_adam = lambda part: hasattr(part, 'mu')  # noqa: E731
     adam = next(filter(is_adam, jax.tree.leaves(state.opt_state, is_leaf=is_adam)))
+    others = {LOAD: state.load, EXPONENTS: state.recent}
     return (
         {name: metrics[name] for name in METRICS}
         | {f'{GRADIENT}{name}': x for name, x in _by_name(adam.mu).items()}
+        | {f'{SECOND}{name}': x for name, x in _by_name(adam.nu).items()}
         | {f'{name}{AFTER}': x for name, x in _by_name(state.params).items()}
+        | {name: x for name, x in others.items() if x is not None}
     )
+
+
+def as_magnitudes(values: Values, config: Config) -> Values:
+    """Return results with Adam's second moments as magnitudes of its first moments."""
+    factor = (1 - config.optim.beta1) / (1 - config.optim.beta2) ** 0.5
+
+    def magnitude(x: np.ndarray) -> np.ndarray:
+        with np.errstate(invalid='ignore'):  # the root of a negative moment is not a number
+            return np.asarray(np.sqrt(x) * factor, x.dtype)
+
+    def of_result(x: Any) -> Any:
+        if isinstance(x, list):  # the pieces of an array
+            return [(place, magnitude(piece)) for place, piece in x]
+        return magnitude(x)
+
+    return {name: of_result(x) if name.startswith(SECOND) else x for name, x in values.items()}
 
 
 def _by_name(tree: Any) -> Values:

@@ -13,7 +13,7 @@ from support import exhaustive, make_config, slow
 
 from megajax.analysis.inspect.audit import audit
 from megajax.analysis.inspect.compile import compile_step
-from megajax.analysis.inspect.reference import reference
+from megajax.analysis.inspect.reference import GRADIENT, LOAD, reference
 from megajax.analysis.inspect.step_run import run
 from megajax.core.config import Config
 from megajax.core.hardware.targets import has_compiler
@@ -125,8 +125,23 @@ def ties_broken_by_the_mesh(patch: Any) -> None:
     patch(router, 'choose', choose)
 
 
+def loads_of_other_experts(patch: Any) -> None:
+    """On a mesh, the balance loss has the loads in another order."""
+    usual = routing.attached
+
+    def attached(weights: Any, primals: Any, load: routing.Load, *rest: Any) -> Any:
+        if get_abstract_mesh().size > 1:
+            load = load._replace(share_Lx=load.share_Lx[:, ::-1])
+        return usual(weights, primals, load, *rest)
+
+    patch(routing, 'attached', attached)
+
+
 def nothing(patch: Any) -> None:
     pass
+
+
+ROUTER = f'{GRADIENT}layers.experts.router.weight'
 
 
 @pytest.mark.slow
@@ -137,7 +152,9 @@ def nothing(patch: Any) -> None:
         (capacity_of_a_shard, 1.0, 'loss'),
         exhaustive(nothing, 1.0, ''),
         exhaustive(ties_broken_by_the_mesh, None, 'loss'),
-        exhaustive(router_gradients_not_summed, None, 'gradient of layers.experts.router.weight'),
+        exhaustive(router_gradients_not_summed, None, ROUTER),
+        (loads_of_other_experts, None, ROUTER),
+        exhaustive(load_of_own_tokens, None, LOAD),
     ],
 )
 def test_a_fault_of_the_numbers_is_caught_by_running_the_step(

@@ -2,16 +2,22 @@
 
 import re
 from collections import Counter
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
-from support import exhaustive
+from support import exhaustive, make_config
 
 import megajax
 from megajax.analysis.inspect import inspect, inspect_with_text
 from megajax.analysis.inspect.compile import compile_for
+from megajax.analysis.inspect.emulated_step import EmulatedStep
+from megajax.analysis.inspect.reference import EXPONENTS
 from megajax.core.config import Config, ConfigError
 from megajax.core.config.overlap_rules import resolved
 from megajax.core.hardware.targets import has_compiler
+from megajax.core.train import scaling
 from megajax.xla.hlo.program import Program
 
 SIZE = (
@@ -129,6 +135,30 @@ def test_with_current_scaling_sharded_operands_wait_for_one_number(
     of_weights = rows['step']
     assert of_weights.axis == ('data+model' if config.mesh.data > 1 else 'model')
     assert of_weights.wire_bytes == of_weights.expected_wire_bytes
+
+
+def exponents_of_one_shard(patch: Any) -> None:
+    """Only the first data shard's exponents count."""
+    usual = scaling.largest
+
+    def largest(counts: Any, *rest: Any) -> jax.Array:
+        def first(x: jax.Array) -> jax.Array:
+            return x * (jnp.arange(len(x)) == 0).reshape(-1, *(1,) * (x.ndim - 1))
+
+        return usual([each.replace(first(each.get_value())) for each in counts], *rest)
+
+    patch(scaling, 'largest', largest)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_exponents_of_one_shard_alone_are_found_where_8_bit_numbers_are_fp32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exponents_of_one_shard(monkeypatch.setattr)
+    train = {'dtype': 'fp8', 'batch_size': 8}
+    step = EmulatedStep(make_config('llama', 4, 1, train=train), 'h100')
+    assert [one.name for one in step.results(exact=True) if not one.ok] == [EXPONENTS]
 
 
 def test_a_gpu_that_does_not_compute_in_fp8_is_refused() -> None:
