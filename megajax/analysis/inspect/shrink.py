@@ -18,7 +18,8 @@ MOST_TOKENS = 8192  # maximum number of tokens in its step
 MOST_DEVICES = 16  # maximum number of devices in its mesh, which one process simulates
 HEAD_DIM = 64  # with smaller heads, Triton cannot tile every matmul
 MAX_SEQ_LEN = 64
-# Two regions, of which the budget gives 144 tokens to one and 64 to the other.
+# With relevance: two regions, of which the budget gives 144 tokens to one and 64 to the other, and
+# at most two images in a sequence.
 REGIONS, TOTAL_TOKENS, MOST_IMAGES = (2, 1), 208, 2
 VOCAB_SIZE = 1000  # padded to 1024 rows, so that the padding is also executed
 NUM_EXPERTS = 8  # per layer, or two on each device if that is more

@@ -21,7 +21,10 @@ Sizes = tuple[int, int, int]  # m, n and k of a matmul
 
 
 def has_choice(relevance: RelevanceConfig) -> bool:
-    """Return whether relevance decides which regions of an image get more tokens than others."""
+    """Return whether relevance decides which regions of an image get more tokens than others.
+
+    If not, all regions have the same level, and at the coarsest level relevance has no gradient.
+    """
     regions, total = relevance.num_regions, relevance.total_tokens
     with_one_raised = regions * FEWEST**2 + NEXT**2 - FEWEST**2
     return regions > 1 and with_one_raised <= total < regions * FINEST**2
