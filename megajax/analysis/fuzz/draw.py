@@ -6,6 +6,7 @@ layout only: computing their expected results would otherwise take a third of th
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from random import Random
@@ -60,17 +61,23 @@ def draw(seed: int, number: int, fixed: Sequence[str] = ()) -> Config:
 
     Raises ConfigError if no drawn config is valid with the fixed settings.
     """
-    problems: list[Problem] = []
-    pinned = {path: setting.value for path, setting in read_overrides(fixed, problems).items()}
-    if problems:
-        raise ConfigError(*problems)
     model, place = divmod(number, LAYOUTS)
-    settings = _valid(Random(f'{seed} {model}'), choices(), {}, pinned)
+    settings, pinned = _of_model(f'{seed} {model}', tuple(fixed))
     if place:
         others = {path: values for path, values in choices().items() if _is_of_layout(path)}
         with contextlib.suppress(ConfigError):  # some models have one layout
             settings = _valid(Random(f'{seed} {model} {place}'), others, settings, pinned)
     return _checked(settings, pinned)
+
+
+@functools.lru_cache(maxsize=8)  # the layouts of a model are drawn in a row
+def _of_model(seed: str, fixed: Sequence[str]) -> tuple[Settings, dict[str, Any]]:
+    """Return the settings of a model, which its layouts change, and the fixed ones."""
+    problems: list[Problem] = []
+    pinned = {path: setting.value for path, setting in read_overrides(fixed, problems).items()}
+    if problems:
+        raise ConfigError(*problems)
+    return _valid(Random(seed), choices(), {}, pinned), pinned
 
 
 def _is_of_layout(path: str) -> bool:
