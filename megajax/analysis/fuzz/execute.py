@@ -28,7 +28,7 @@ from megajax.analysis.inspect.result import Compared
 from megajax.analysis.inspect.tolerances import has_16_bits
 from megajax.base.errors import reason
 from megajax.core.config import Config, ConfigError
-from megajax.core.hardware.targets import check_target
+from megajax.core.hardware.records import check_dtype, hardware
 
 MOST_LINES = 12  # most lines of a traceback
 OBJECTS = 100_000  # new objects after which Python collects; tracing a step makes many
@@ -44,7 +44,7 @@ def executed(config: Config, target: str) -> dict[str, Worst]:
 
     Raises ConfigError if the target does not compute in the step's dtype.
     """
-    check_target(target, config.train.dtype)
+    check_dtype(config.train.dtype, hardware(target))
     step = EmulatedStep(config, target, ONE_THREAD)
     found = {'as_compiled': _worst(step.results())}
     if has_16_bits(config):

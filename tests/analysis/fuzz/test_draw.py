@@ -84,7 +84,8 @@ def test_a_drawn_budget_has_a_choice_and_sequences_have_room_for_its_tokens(draw
     assert len({config.relevance.total_tokens for config in found}) > 1
     for config in found:
         assert has_choice(config.relevance)
-        assert config.vision.images * config.relevance.total_tokens < config.train.seq_len
+        in_sequence = 0 if config.vision.is_crossed else config.vision.images
+        assert in_sequence * config.relevance.total_tokens < config.train.seq_len
 
 
 def test_a_fixed_length_of_sequences_is_kept_with_a_budget():
