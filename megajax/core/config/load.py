@@ -153,7 +153,7 @@ def _without_unused(
     for path in unused.keys() - overridden.keys():
         section, _, key = path.rpartition('.')
         if (same := unused[path].same) is not None:
-            if overridden.keys().isdisjoint(unused[path].others):
+            if overridden.keys().isdisjoint(unused[path].unless):
                 kept[path] = Setting(same, '')
         elif path in kept:
             del kept[path]

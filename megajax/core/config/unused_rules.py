@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 class Unused(Problem):
     """A key that has no effect; a config that a run recorded may have such keys (`load.reload`)."""
 
-    # the value that has the same effect, if it is not the default, as long as `others` stay
+    # the value that has the same effect, if it is not the default, for any values of other keys
+    # except `unless`
     same: Any = None
+    unless: tuple[str, ...] = ()
 
 
 def of_learning_rate(config: 'Config') -> Iterator[Problem]:
@@ -39,7 +41,7 @@ def of_learning_rate(config: 'Config') -> Iterator[Problem]:
             f'optim.lr; set optim.min_lr={optim.lr / 10:g}, or optim.schedule=constant'
         )
         others = 'optim.min_lr', 'optim.lr'
-        yield Unused('optim.schedule', message, others=others, same='constant')
+        yield Unused('optim.schedule', message, others=others, same='constant', unless=others)
     if not optim.warmup_steps:
         needed = f'optim.warmup_steps={warmup_for(optim, config.train.steps)}'
         yield from _unused(optim, 'optim.warmup_init', 'optim.warmup_steps=0', needed)
@@ -54,7 +56,8 @@ def _ratios(optim: 'OptimConfig', steps: int) -> Iterator[Problem]:
         'warmup_steps': (end, 'the schedule', None),
         'wsd_steps': (end - optim.warmup_steps, 'the steps after warm-up', 1),
     }
-    if optim.warmup_init is not None:  # of Megatron-LM, whose warm-up may be one sample
+    # Megatron-LM's warm-up may be one sample; inverse_sqrt uses it for the rate of every step
+    if optim.warmup_init is not None or optim.schedule == 'inverse_sqrt':
         del lengths['warmup_steps']
     for name, (whole, phrase, same) in lengths.items():
         ratio = getattr(optim, name)

@@ -424,15 +424,22 @@ def test_an_override_takes_the_effect_of_recorded_keys_away(
     ('key', 'ratio', 'read'),
     [('warmup_steps', 0.03, 0), ('wsd_steps', 0.1, 1), ('decay_steps', 0.8, 1)],
 )
+@pytest.mark.parametrize('overrides', [[], ['train.steps=50_000']])
 def test_a_recorded_ratio_is_the_steps_that_it_was_applied_to(
-    key: str, ratio: float, read: int
+    key: str, ratio: float, read: int, overrides: list[str]
 ) -> None:
     stored = load('tiny', ['optim.schedule=wsd', 'optim.warmup_steps=0']).model_dump(mode='json')
     stored['optim'][key] = ratio
-    optim = reload(stored, place='record.json').optim
+    optim = reload(stored, overrides, place='record.json').optim
     assert getattr(optim, key) == read
     with pytest.raises(ConfigError, match='is less than one step'):
-        reload(stored, [f'optim.{key}={ratio}'], place='record.json')
+        reload(stored, [f'optim.{key}={ratio}', *overrides], place='record.json')
+
+
+def test_a_warm_up_of_inverse_sqrt_below_one_step_has_an_effect_and_stays() -> None:
+    short = load('tiny', ['optim.schedule=inverse_sqrt', 'optim.warmup_steps=0.5'])
+    assert reload(short.model_dump(mode='json'), place='record.json') == short
+    assert short.optim.warmup_steps == 0.5
 
 
 def test_a_recorded_schedule_that_never_decays_is_constant() -> None:
