@@ -153,7 +153,8 @@ class WholeMatrices:
             (parts,) = self._layout.sizes_of([copies])
             x = jnp.pad(x, [(0, 0), (0, 0), (0, 0), (0, -size % parts)])
             x = self._reshard(x, of_groups, (), form.pieces, copies)[:, :count]  # an all-to-all
-        return self._reshard(x, of_groups, (), form.pieces, ())[..., :size]
+        x = self._reshard(x, of_groups, (), form.pieces, ())  # an all-gather, if there are copies
+        return x[..., :size]
 
     def _spread(self, form: Form) -> Axes:
         """The mesh axes over which the matrices of a group are spread."""
