@@ -44,7 +44,10 @@ def over_optimizer(sent: Any) -> dict[tuple[str, str], tuple[int, float]]:
         slow(case('llama', 'optimizer', data=2, model=4)),
         exhaustive(case('gpt', 'optimizer', data=4, replicas=2)),
         exhaustive(case('gpt', 'none', data=4)),
-        case('gpt', 'none', data=8),  # with a pool of four matrices
+        # With a pool of four matrices, of which each device gathers a part.
+        case('gpt', 'none', data=4, model=2),
+        exhaustive(case('gpt', 'none', data=8)),
+        exhaustive(case('gpt', 'none', data=2, context=2, model=2)),
         exhaustive(case('bert', 'gradients', data=4)),
         exhaustive(case('gpt', 'weights', data=2, context=2)),
         exhaustive(case('gpt', 'weights', data=2, model_rows=2, model=2)),
@@ -71,4 +74,7 @@ def test_two_exchanges_of_each_pool_are_sent_and_nothing_else(config: Config, ta
     assert actual == planned
     exchanged = sum(times for (_, kind), (times, _) in actual.items() if kind == 'all-to-all')
     pools = pools_of(config)
+    assert any(x.by_elements for x in pools) == (
+        config.optim.shard == 'none' and config.mesh.num_devices == 8
+    )
     assert exchanged == sum(2 * (x.form.num_pieces > 1) + x.by_elements for x in pools)

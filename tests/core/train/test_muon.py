@@ -132,7 +132,9 @@ def test_16_bits_round_the_updates_but_not_their_size() -> None:
         exhaustive(ONE_DEVICE._replace(data=8)),
         slow(ONE_DEVICE._replace(model=8)),
         exhaustive(ONE_DEVICE._replace(data=4, model=2, shard='weights')),
-        exhaustive(ONE_DEVICE._replace(data=4, model=2, sequence_parallel=True)),
+        # Two pools of which each device gathers a part of every matrix.
+        ONE_DEVICE._replace(data=4, model=2, sequence_parallel=True),
+        exhaustive(ONE_DEVICE._replace(data=2, context=2, model=2)),
         exhaustive(ONE_DEVICE._replace(data=8, replicas=4, shard='gradients')),
         exhaustive(
             ONE_DEVICE._replace(
