@@ -3,6 +3,7 @@
 `megajax.analysis.fuzz.run` starts it. A compiler that crashes or hangs ends only this process.
 """
 
+import errno
 import gc
 import itertools
 import json
@@ -34,6 +35,11 @@ MOST_LINES = 12  # most lines of a traceback
 OBJECTS = 100_000  # new objects after which Python collects; tracing a step makes many
 # Other steps use the other cores: waiting for the compiler's threads costs CPU time.
 ONE_THREAD = {'xla_gpu_force_compilation_parallelism': 1}
+# Errors of a system without disk space, memory, or free files and processes.
+OF_MACHINE = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+    *(errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN),
+)
 # These precede a number, a Case as JSON that is not fully explained yet, the final Case, and the
 # reason why this machine cannot execute steps.
 BEGUN, FOUND, DONE, UNABLE = 'begun ', 'found ', 'done ', 'unable '
@@ -67,12 +73,18 @@ def case(config: Config, told: Mapping[str, object], target: str) -> Case:
     except ConfigError as error:
         found |= {'verdict': 'rejected', 'message': str(error)}
     except Exception as error:
-        if isinstance(error, OSError | MemoryError) or NO_CUDNN in str(error):
-            raise  # a fault of the machine
+        if is_of_machine(error) or NO_CUDNN in str(error):
+            raise
         lines = traceback.format_exc().splitlines()[-MOST_LINES:]
         found |= {'verdict': 'failed', 'message': '\n'.join(line[:500] for line in lines)}
     spent = {'seconds': time.perf_counter() - start, 'cpu_seconds': time.process_time() - cpu}
     return Case.model_validate({**told, **found, **{key: round(x, 1) for key, x in spent.items()}})
+
+
+def is_of_machine(error: Exception) -> bool:
+    """Return whether the machine has too little of something, whatever the step."""
+    is_of_system = isinstance(error, OSError) and error.errno in OF_MACHINE
+    return is_of_system or isinstance(error, MemoryError)
 
 
 def _worst(results: list[Compared]) -> Worst:
@@ -106,8 +118,9 @@ def _execute_all(about: Mapping[str, object], numbers: Iterable[int], reports: s
             print(f'{BEGUN}{number}', flush=True)
             try:
                 found = _executed_or_explained({**about, 'number': number}, reports)
-            except (OSError, MemoryError) as error:
-                print(f'{UNABLE}{reason(error)}', flush=True)
+            except Exception as error:
+                if is_of_machine(error):
+                    print(f'{UNABLE}{reason(error)}', flush=True)
                 raise
             print(f'{DONE}{found.model_dump_json()}', flush=True)
         jax.clear_caches()

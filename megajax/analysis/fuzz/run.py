@@ -241,6 +241,9 @@ def _in_child(
         except RuntimeError as error:
             ended = error
     if unable:
+        if found := unexplained.get(begun[-1]):
+            # without its compiler pass, the next call minimizes it again
+            keep(found if found.culprit else found.model_copy(update={'smallest': ''}))
         raise ResourceError(f'{unable[-1]}; the same command continues') from ended
     _check_stopped(ended, is_started=bool(begun))
     if begun and begun[-1] not in done:

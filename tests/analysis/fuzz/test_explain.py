@@ -256,6 +256,19 @@ def test_a_fault_of_the_machine_is_no_case(step, monkeypatch, error):
     assert raised.value is error
 
 
+@pytest.mark.parametrize(
+    'error', [FileNotFoundError(2, 'No such file or directory'), TimeoutError('too late')]
+)
+def test_another_error_of_the_system_is_a_fault_of_the_step(step, monkeypatch, error):
+    def results(*_: object, **__: object) -> list[Compared]:
+        raise error
+
+    monkeypatch.setattr(Step, 'results', results)
+    tried = execute.case(CONFIG, TOLD, 'h100')
+    assert tried.verdict == 'failed'
+    assert tried.message.endswith(f'{type(error).__name__}: {error}')
+
+
 def test_a_step_that_cannot_be_drawn_is_rejected_and_the_next_one_executed(
     step, monkeypatch, capsys
 ):

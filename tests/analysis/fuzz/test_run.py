@@ -241,6 +241,29 @@ def test_a_machine_that_cannot_execute_steps_is_told_and_no_step_is_at_fault(tmp
     assert read(file) == []
 
 
+@pytest.mark.parametrize('culprit', ['', 'second (pipeline hlo_passes)'])
+def test_a_finding_outlives_a_full_disk_and_is_minimized_again_unless_its_pass_is_known(
+    tmp_path, monkeypatch, culprit
+):
+    wrong = case(0, 'wrong', smallest='a=1', culprit=culprit)
+
+    def child(module, file, *, say, **_):
+        say(f'{BEGUN}0')
+        say(f'{FOUND}{wrong.model_dump_json()}')
+        say(f'{UNABLE}[Errno 28] No space left on device')
+        raise RuntimeError('a traceback')
+
+    file, options = tmp_path / 'it.jsonl', {'seed': 3, 'count': 1, 'reports': tmp_path / 'it'}
+    with monkeypatch.context() as patch:
+        patch.setattr(run, 'call_in_child', child)
+        with pytest.raises(ResourceError, match='No space left on device'):
+            fuzz(file, target='h100', **options)
+    assert [each.as_compiled for each in read(file)] == [wrong.as_compiled]
+    started = children(monkeypatch, lambda number: '')
+    fuzz(file, target='h100', **options)
+    assert started == ([] if culprit else [[0]])
+
+
 @pytest.mark.parametrize('jobs', [1, 2])
 def test_a_full_disk_ends_the_run_and_leaves_whole_lines(tmp_path, monkeypatch, jobs):
     children(monkeypatch, lambda number: '')
