@@ -1,14 +1,16 @@
 """`megajax inspect fuzz`: parse, call, render."""
 
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from megajax.base.errors import ResourceError
+from megajax.base.errors import ResourceError, StopRequested
 from megajax.base.files.outputs import check_outputs
 from megajax.core.config import ConfigError
 from megajax.core.hardware.records import record_name
@@ -86,16 +88,17 @@ def fuzz(
         progress.print(line(case), style='dim', markup=False, soft_wrap=True)
 
     try:
-        cases = run.fuzz(
-            out,
-            seed=seed,
-            count=count,
-            target=target,
-            fixed=fixed or (),
-            jobs=jobs,
-            reports=reports,
-            say=say,
-        )
+        with _stopping():
+            cases = run.fuzz(
+                out,
+                seed=seed,
+                count=count,
+                target=target,
+                fixed=fixed or (),
+                jobs=jobs,
+                reports=reports,
+                say=say,
+            )
     except KeyboardInterrupt:
         print('interrupted: the same command continues', file=sys.stderr)
         raise typer.Exit(130) from None
@@ -104,6 +107,26 @@ def fuzz(
             tables(cases, len(executed), out), soft_wrap=True, markup=False
         )
     raise typer.Exit(_code(cases, count))
+
+
+@contextmanager
+def _stopping() -> Iterator[None]:
+    """Raise StopRequested in the block if SIGTERM or SIGHUP asks this process to end."""
+    from megajax.runtime.processes.signals import take_stops
+
+    numbers = signal.SIGTERM, signal.SIGHUP
+
+    def stop(number: int, _: object) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)  # schedulers may repeat it
+        raise StopRequested(f'{signal.Signals(number).name}: the same command continues')
+
+    before = take_stops(stop, numbers)
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def _print_configs(seed: int, count: int, fixed: Sequence[str]) -> None:

@@ -231,12 +231,18 @@ def _in_child(
         elif line.startswith(UNABLE):
             unable.append(line.removeprefix(UNABLE))
 
-    with tempfile.TemporaryDirectory() as folder:
+    # a process that is ending may still write dumps to the folder
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         file = Path(folder, 'task.json')
         file.write_text(json.dumps({**task, 'numbers': numbers}))
         try:
             call_in_child(
-                EXECUTE, file, target=task['about']['target'], say=hear, started=children.add
+                EXECUTE,
+                file,
+                target=task['about']['target'],
+                say=hear,
+                started=children.add,
+                leads_group=True,  # it starts the reducer
             )
         except RuntimeError as error:
             ended = error

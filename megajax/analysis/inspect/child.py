@@ -12,7 +12,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megajax.core.config import Config, ConfigError
 from megajax.core.config.extras import install
@@ -62,6 +62,7 @@ def call_in_child(
     meanwhile: Callable[[], object] = lambda: None,
     started: Callable[[subprocess.Popen[str]], object] = lambda child: None,
     seconds: float | None = None,
+    leads_group: bool = False,
 ) -> None:
     """Run `python -m module arguments` on the CPU, and call `meanwhile` as soon as it has started;
     `say` gets each line that it prints.
@@ -69,15 +70,23 @@ def call_in_child(
     `started` gets the process, so that a different thread can end it. An exception in a callback,
     or Ctrl-C, ends the child, and so does SIGALRM after `seconds`. Raises ConfigError if cuDNN's
     library is missing or the child raises a ConfigError, EndedBySignal if a signal ends it, and
-    RuntimeError if it fails in any other way; the last two have the child's errors.
+    RuntimeError if it fails in any other way; the last two have the child's errors. With
+    `leads_group`, the processes that the child has started end with it, however it ends, and a
+    terminal's Ctrl-C reaches the caller alone.
     """
     environment = os.environ | {'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '3'}
     environment['XLA_FLAGS'] = with_collective_limit(os.environ.get('XLA_FLAGS', ''))
     environment |= ENVIRONMENT if target in TPUS else {}
     command = [sys.executable, '-m', module, *map(str, arguments)]
     with tempfile.TemporaryFile('w+') as errors:
-        child = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+        start, group = (_Group, 0) if leads_group else (subprocess.Popen[str], None)
+        child = start(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            process_group=group,
         )
         assert child.stdout is not None
         with child, _ending(child, seconds):
@@ -103,6 +112,25 @@ def call_in_child(
         )
     if child.returncode:
         raise RuntimeError(f'the step did not compile for {target}:\n{output}')
+
+
+class _Group(subprocess.Popen[str]):
+    """A process that leads a group: a signal to it also reaches the processes that it has started.
+
+    They end with the context.
+    """
+
+    def send_signal(self, sig: int) -> None:
+        if self.poll() is None:  # otherwise, a different group may have got the number
+            self._send(sig)
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._send(signal.SIGTERM)
+
+    def _send(self, sig: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, sig)
 
 
 @contextlib.contextmanager

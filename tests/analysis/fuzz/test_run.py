@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from runs import gone
 from support import disk_full_at
 from support import megajax as run_here
 
@@ -143,35 +144,50 @@ def test_a_signal_that_stops_a_process_is_no_finding_and_starts_no_other(
 
 
 SLOW = f"""
-import os, pathlib, time
+import os, pathlib, subprocess, time
 print('{BEGUN}0', flush=True)
-pathlib.Path('at', str(os.getpid())).touch()
+for pid in os.getpid(), subprocess.Popen(['sleep', '300']).pid:
+    pathlib.Path('at', str(pid)).touch()
 time.sleep(300)
 """
 COMMAND = """
-import pathlib, signal
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background ignores it
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background ignores both
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from megajax.analysis.fuzz import run
 run.EXECUTE = 'slow'
-run.fuzz(pathlib.Path('it.jsonl'), seed=3, count=40, target='h100', jobs=2)
+from megajax.commands.main import main
+main()
 """
 
 
-def test_ctrl_c_ends_all_processes_and_stores_nothing(tmp_path):
+@pytest.mark.parametrize(
+    ('number', 'code'), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGHUP, 75)]
+)
+def test_a_signal_ends_all_processes_and_stores_nothing(tmp_path, number, code):
+    if not has_compiler():
+        pytest.skip("needs XLA's GPU compiler")
     (tmp_path / 'slow.py').write_text(SLOW)
     (at := tmp_path / 'at').mkdir()
-    command = [sys.executable, '-c', COMMAND]
-    with subprocess.Popen(command, cwd=tmp_path, process_group=0, stderr=subprocess.PIPE) as done:
+    (folder := tmp_path / 'temporary').mkdir()
+    command = [sys.executable, '-c', COMMAND, 'inspect', 'fuzz', '40', '--jobs', '2']
+    with subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=os.environ | {'TMPDIR': str(folder)},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as done:
         until = time.monotonic() + 100
-        while len([*at.iterdir()]) < 2 and time.monotonic() < until:
+        while len([*at.iterdir()]) < 4 and time.monotonic() < until:
             time.sleep(0.05)
-        os.killpg(done.pid, signal.SIGINT)
-        assert done.wait(60) == -signal.SIGINT
-    assert len([*at.iterdir()]) == 2
-    for process in at.iterdir():
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(process.name), 0)
-    assert (tmp_path / 'it.jsonl').exists() is False
+        done.send_signal(number)
+        assert done.wait(60) == code
+        assert done.stderr.read().endswith(': the same command continues\n')
+    assert len([*at.iterdir()]) == 4
+    assert all(gone(int(process.name)) for process in at.iterdir())
+    assert not [*folder.iterdir()]
+    assert not (tmp_path / 'fuzz.jsonl').exists()
 
 
 def test_the_command_exits_with_130_after_ctrl_c(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """What a process of its own prints, refuses and fails with reaches the one that asked for it."""
 
+import contextlib
 import textwrap
 import time
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runs import gone
 
 from megajax.analysis.inspect.child import EndedBySignal, call_in_child
 from megajax.core.config import ConfigError
@@ -20,7 +22,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[
     def call(code: str, *arguments: object, **options: Any) -> list[str]:
         (tmp_path / 'child.py').write_text(textwrap.dedent(code))
         heard: list[str] = []
-        call_in_child('child', *arguments, target='h100', say=heard.append, **options)
+        call_in_child('child', *arguments, target='h100', **{'say': heard.append, **options})
         return heard
 
     return call
@@ -106,6 +108,33 @@ def test_an_error_of_the_caller_ends_it(call: Callable[..., list[str]], tmp_path
     with pytest.raises(OSError, match='no space'):
         call('import time; time.sleep(100)', meanwhile=meanwhile)
     assert time.monotonic() - start < 50
+
+
+@pytest.mark.parametrize('then', ['killed', 'waits', 'done'])
+def test_what_it_has_started_ends_with_it(call: Callable[..., list[str]], then: str) -> None:
+    code = """
+        import os, signal, subprocess, sys, time
+        quiet = {'stdout': subprocess.DEVNULL, 'stderr': subprocess.DEVNULL}
+        print(subprocess.Popen(['sleep', '100'], **quiet).pid, flush=True)
+        if sys.argv[1] == 'killed':
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(100 if sys.argv[1] == 'waits' else 0)
+    """
+    heard: list[str] = []
+
+    def hear(line: str) -> None:
+        heard.append(line)
+        if then == 'waits':
+            raise OSError('no space')
+
+    ends = {
+        'killed': pytest.raises(EndedBySignal, match='SIGKILL'),
+        'waits': pytest.raises(OSError, match='no space'),
+        'done': contextlib.nullcontext(),
+    }
+    with ends[then]:
+        call(code, then, say=hear, leads_group=True)
+    assert gone(int(heard[0]))
 
 
 def test_the_signal_that_ends_it_is_told(call: Callable[..., list[str]]) -> None:
