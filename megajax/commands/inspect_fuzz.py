@@ -106,7 +106,7 @@ def fuzz(
         Console(highlight=False).print(
             tables(cases, len(executed), out), soft_wrap=True, markup=False
         )
-    raise typer.Exit(_code(cases, count))
+    raise typer.Exit(_code(cases, count, jobs))
 
 
 @contextmanager
@@ -150,13 +150,14 @@ def _folder(out: Path) -> Path:
     return reports
 
 
-def _code(cases: Sequence['Case'], count: int) -> int:
+def _code(cases: Sequence['Case'], count: int, jobs: int) -> int:
     """Return the exit code, and print the number of steps that have no case."""
     if missing := count - len(cases):
+        smaller = 'on a machine with more memory, or fix smaller sizes, such as train.seq_len=32'
         print(
             f'error: {missing:,} of {count:,} steps were not executed: SIGKILL ended their '
-            'process, which the system does if memory runs out; run the same command with fewer '
-            '--jobs',
+            'process, which the system does if memory runs out; run the same command '
+            f'{"with fewer --jobs" if jobs > 1 else smaller}',
             file=sys.stderr,
         )
     if any(case.is_finding for case in cases):

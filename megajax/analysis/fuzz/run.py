@@ -268,7 +268,7 @@ def _check_stopped(ended: RuntimeError | None, *, is_started: bool) -> None:
     if ended.signal in STOPS:
         raise StopRequested(f'{ended.signal} ended a process; the same command continues')
     if ended.signal == NO_MEMORY and not is_started:
-        raise ResourceError(f'{str(ended).splitlines()[0]}; use fewer --jobs')
+        raise ResourceError(f'{str(ended).splitlines()[0]}; use fewer --jobs or more memory')
 
 
 def _unfinished(

@@ -202,17 +202,22 @@ def test_the_command_exits_with_130_after_ctrl_c(tmp_path, monkeypatch):
     assert (done.returncode, done.stderr) == (130, 'interrupted: the same command continues\n')
 
 
+@pytest.mark.parametrize(
+    ('jobs', 'fix'),
+    [(1, 'on a machine with more memory, or fix smaller'), (2, 'with fewer --jobs')],
+)
 def test_a_step_without_enough_memory_has_no_case_and_the_others_are_executed(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, jobs, fix
 ):
     if not has_compiler():
         pytest.skip("needs XLA's GPU compiler")
     file = tmp_path / 'it.jsonl'
     with monkeypatch.context() as patch:
         children(patch, lambda number: 'SIGKILL' if number == 1 else '')
-        done = run_here('inspect', 'fuzz', 3, '--seed', 3, '--out', file)
+        done = run_here('inspect', 'fuzz', 3, '--seed', 3, '--out', file, '--jobs', jobs)
     assert done.returncode == 75
     assert '1 of 3 steps were not executed: SIGKILL' in done.stderr
+    assert f'run the same command {fix}' in done.stderr
     assert [each.number for each in read(file)] == [0, 2]
     started = children(monkeypatch, lambda number: '')
     assert len(fuzz(file, seed=3, count=3, target='h100')) == 3
@@ -224,7 +229,7 @@ def test_a_process_without_enough_memory_to_start_is_an_error(tmp_path, monkeypa
         raise EndedBySignal('SIGKILL', 'SIGKILL ended it')
 
     monkeypatch.setattr(run, 'call_in_child', child)
-    with pytest.raises(ResourceError, match='SIGKILL ended it; use fewer --jobs'):
+    with pytest.raises(ResourceError, match='SIGKILL ended it; use fewer --jobs or more memory'):
         fuzz(tmp_path / 'it.jsonl', seed=3, count=1, target='h100')
 
 
