@@ -31,6 +31,7 @@ EXECUTE = 'megajax.analysis.fuzz.execute'  # the module that a process runs
 SOURCE = (
     'core',
     'xla',
+    'runtime/data',  # random_batch.py has the shapes of its rows from there
     'analysis/inspect',
     *(f'analysis/fuzz/{name}.py' for name in ('choices', 'draw', 'execute')),
 )

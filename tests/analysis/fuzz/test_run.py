@@ -57,8 +57,27 @@ def test_a_step_of_another_compiler_or_source_is_executed_again(tmp_path, monkey
     assert started == [[0]]
 
 
-def test_the_source_of_a_step_exists():
+IMPORTED = """
+import sys
+import megajax.analysis.fuzz.execute
+for name, module in [*sys.modules.items()]:
+    if name.startswith('megajax.'):
+        print(module.__file__)
+"""
+
+
+def test_the_source_of_a_step_has_all_that_its_process_imports():
     assert all((PACKAGE / part).exists() for part in run.SOURCE)
+    done = subprocess.run([sys.executable, '-c', IMPORTED], capture_output=True, text=True)
+    files = [Path(line).relative_to(PACKAGE) for line in done.stdout.splitlines()]
+    assert Path('analysis/fuzz/execute.py') in files
+    # These store, explain and render a case, or have the names of earlier versions.
+    others = (
+        *('base', 'old_names.py', 'analysis/__init__.py', 'runtime/__init__.py'),
+        *(f'analysis/fuzz/{name}.py' for name in ('__init__', 'case', 'explain', 'time_limit')),
+    )
+    parts = *run.SOURCE, *others
+    assert not [file for file in files if not any(file.is_relative_to(part) for part in parts)]
 
 
 def test_another_flag_is_another_compiler_and_one_that_changes_no_program_is_not(monkeypatch):
