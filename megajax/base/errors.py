@@ -118,9 +118,9 @@ class CorruptionError(RunError):
 
 
 class StopRequested(RunError):  # noqa: N818
-    """A stop on request, after a checkpoint was saved; the message names the cause.
+    """A stop on request, of a run that has saved a checkpoint or of `inspect fuzz`.
 
-    The exit code is EX_TEMPFAIL, which means: start the run again.
+    The message names the cause. The exit code is EX_TEMPFAIL, which means: start it again.
     """
 
     exit_code = 75

@@ -38,7 +38,8 @@ class Case(Result):
     config: dict[str, dict[str, Any]] = Field(description='the keys that the config gives')
     verdict: Verdict = Field(
         description='right; wrong: a result is above its limit; failed: the step did not compile '
-        'or could not be executed; rejected: with a ConfigError, after the config was valid'
+        'or could not be executed; rejected: with a ConfigError, after the config was valid, or '
+        'because no valid config was drawn, and then config is empty'
     )
     as_compiled: Worst | None = None
     exact: Worst | None = Field(

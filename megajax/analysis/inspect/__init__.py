@@ -123,7 +123,8 @@ def known_miscompiles(program: Any) -> list[str]:
 
     `program` is compiled HLO text or the result of `jax.jit(f).lower(...).compile()`.
     `docs/miscompiles.md` lists the known miscompiles. A match that a correct program can have as
-    well is left out unless the installed compiler has the bug.
+    well is left out if the installed compiler does not have the bug. If that is unknown, the line
+    says so.
     """
     text = program if isinstance(program, str) else program.as_text()
     return _known_miscompiles(text, 'cpu')

@@ -124,7 +124,10 @@ class EmulatedStep:
         self._shapes = compared_of(*self._results)
 
     def results(self, *, exact: bool = False, text: str | None = None) -> list[Compared]:
-        """Compare loss, gradients and updated parameters with a step on one device, worst first.
+        """Compare the results with those of a step on one device, worst first.
+
+        The results are the loss, the gradients, each with the worse of its two moments, and the
+        updated parameters. In fp32, they are also the loads of the experts and FP8's exponents.
 
         With `exact`, both programs compute in fp32 wherever they use 16-bit types. `text` is a
         different module of the same program to run, such as a dump after an earlier compiler pass.

@@ -45,9 +45,9 @@ def replicated(
 class Miscompile:
     """A bug of XLA, in words and as code.
 
-    If `is_certain` is false, `detect` may also fire on a correct program, and a finding counts only
-    if the installed compiler has the bug. A config for which `affects` is true is rejected if the
-    compiler has the bug and the compiler options in `workaround` do not avoid it.
+    If `is_certain` is false, `detect` may also fire on a correct program, and a finding is dropped
+    if the installed compiler does not have the bug. A config for which `affects` is true is
+    rejected if the compiler has the bug and the compiler options in `workaround` do not avoid it.
     """
 
     name: str
