@@ -3,7 +3,7 @@
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +18,9 @@ from megajax.core.hardware.tpus import TPUS
 
 if TYPE_CHECKING:
     from megajax.analysis.fuzz.case import Case
+    from megajax.core.config import Config
 
+MODELS = 3  # models to draw before fixed settings count as a mistake
 Count = Annotated[int, typer.Argument(metavar='COUNT', min=1, help='Number of random steps.')]
 Fixed = Annotated[
     list[str] | None,
@@ -64,11 +66,9 @@ def fuzz(
     without a GPU and compared with one device. The same command continues a stopped run. Exits with
     code 1 if a step is wrong, or fails to compile or run. megajax inspect --fuzz does the same.
     """
-    from megajax.analysis.fuzz.draw import draw
-
     if target in ('cpu', *TPUS):
         raise ConfigError(f'--target {target}: fuzz executes programs for GPUs; use --target h100')
-    first = draw(seed, 0, fixed or ())  # raises ConfigError if nothing has the fixed settings
+    first = _some_config(seed, fixed or ())
     if list_only:
         return _print_configs(seed, count, fixed or ())
     check_outputs(out)
@@ -107,6 +107,16 @@ def fuzz(
             tables(cases, len(executed), out), soft_wrap=True, markup=False
         )
     raise typer.Exit(_code(cases, count, jobs))
+
+
+def _some_config(seed: int, fixed: Sequence[str]) -> 'Config':
+    """Return a config with the fixed settings; raise ConfigError if the first models have none."""
+    from megajax.analysis.fuzz.draw import LAYOUTS, draw
+
+    for model in range(MODELS - 1):  # a model may have none by chance
+        with suppress(ConfigError):
+            return draw(seed, model * LAYOUTS, fixed)
+    return draw(seed, (MODELS - 1) * LAYOUTS, fixed)
 
 
 @contextmanager

@@ -429,9 +429,10 @@ def test_the_list_has_a_config_per_line_and_compiles_nothing(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
-def test_the_list_goes_on_after_a_step_that_cannot_be_drawn(monkeypatch):
+@pytest.mark.parametrize('missed', [0, 1])
+def test_the_list_goes_on_after_a_step_that_cannot_be_drawn(monkeypatch, missed):
     def drawn(seed, number, fixed):
-        if number == 1:
+        if number == missed:
             raise ConfigError('found no config:', 'mesh.data: 3')
         return draw(seed, number, fixed)
 
@@ -440,7 +441,17 @@ def test_the_list_goes_on_after_a_step_that_cannot_be_drawn(monkeypatch):
     assert done.returncode == 0
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines] == ['0', '1', '2']
-    assert lines[1] == '1  rejected  found no config: mesh.data: 3'
+    assert lines[missed] == f'{missed}  rejected  found no config: mesh.data: 3'
+
+
+def test_settings_of_which_no_model_can_be_drawn_end_with_2(monkeypatch):
+    def drawn(seed, number, fixed):
+        raise ConfigError('found no config:', 'mesh.data: 3')
+
+    monkeypatch.setattr(drawing, 'draw', drawn)
+    done = run_here('inspect', 'fuzz', 3, '--list')
+    assert (done.returncode, done.stdout) == (2, '')
+    assert 'found no config' in done.stderr
 
 
 def test_a_cpu_is_no_target():
