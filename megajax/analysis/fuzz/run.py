@@ -142,7 +142,7 @@ def made_by(target: str) -> dict[str, str]:
     libraries = {name: importlib.metadata.version(name) for name in ('flax', 'numpy', 'optax')}
     return {
         'jax_version': jax.__version__,
-        'compiler': answers.digest(answers.compiler(target)),
+        'compiler': answers.digest(answers.compiler(target, with_times=False)),
         'step': answers.digest({'source': source_digest(*SOURCE), **libraries}),
     }
 

@@ -40,14 +40,17 @@ def identity(entry: Miscompile, target: str) -> Identity:
     }
 
 
-def compiler(target: str) -> Identity:
-    """Return what a compiled program depends on: the compiler for a target, and its settings."""
+def compiler(target: str, *, with_times: bool = True) -> Identity:
+    """Return what a compiled program depends on: the compiler for a target, and its settings.
+
+    Without `with_times`, it is the same where the same libraries were installed at different times.
+    """
     flags = os.environ.get('XLA_FLAGS', '').split()
     on_gpu = target != 'cpu'
     return {
         'jax': importlib.metadata.version('jax'),
         'jaxlib': importlib.metadata.version('jaxlib'),
-        'compiler': _plugins() if on_gpu else [platform.machine(), str(os.cpu_count())],
+        'compiler': _plugins(with_times) if on_gpu else [platform.machine(), str(os.cpu_count())],
         'target': repr(hardware(target).compiler) if on_gpu else 'cpu',
         'is_optimized': not jax.config.read('jax_disable_most_optimizations'),
         'XLA_FLAGS': sorted(flag for flag in flags if not flag.startswith(_IRRELEVANT)),
@@ -91,17 +94,18 @@ def _file(wanted: Identity) -> Path:
     return folder() / f'{digest(wanted)}.json'
 
 
-def _plugins() -> list[str]:
+def _plugins(with_times: bool) -> list[str]:
     """Return every jax plugin with its version and its libraries, which may be built by hand."""
     plugins = importlib.metadata.entry_points(group='jax_plugins')
     stamps = {f'{plugin.dist.name} {plugin.dist.version}' for plugin in plugins if plugin.dist}
     for plugin in plugins:
         spec = importlib.util.find_spec(plugin.module)
         for place in spec.submodule_search_locations or () if spec else ():
-            stamps |= {_stamp(library) for library in Path(place).glob('*.so')}
+            stamps |= {_stamp(library, with_times) for library in Path(place).glob('*.so')}
     return sorted(stamps)
 
 
-def _stamp(library: Path) -> str:
+def _stamp(library: Path, with_times: bool) -> str:
     status = library.stat()
-    return f'{library.name} {status.st_size} {status.st_mtime_ns}'
+    times = f' {status.st_mtime_ns}' if with_times else ''
+    return f'{library.name} {status.st_size}{times}'

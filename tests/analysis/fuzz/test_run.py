@@ -89,6 +89,21 @@ def test_another_flag_is_another_compiler_and_one_that_changes_no_program_is_not
     assert made_by('b200')['compiler'] != made_by('h100')['compiler']
 
 
+def test_a_compiler_that_was_installed_anew_is_no_other(tmp_path, monkeypatch):
+    (described := tmp_path / 'own-1.0.dist-info').mkdir()
+    (described / 'METADATA').write_text('Name: own\nVersion: 1.0\n')
+    (described / 'entry_points.txt').write_text('[jax_plugins]\nown = own_plugin\n')
+    (library := tmp_path / 'own_plugin' / 'xla.so').parent.mkdir()
+    library.write_text('a')
+    without = made_by('h100')
+    monkeypatch.syspath_prepend(tmp_path)
+    before = made_by('h100')
+    os.utime(library, (0, 0))
+    assert made_by('h100') == before != without
+    library.write_text('another one')
+    assert made_by('h100') != before
+
+
 def test_the_table_tells_how_many_steps_were_executed(tmp_path, monkeypatch):
     if not has_compiler():
         pytest.skip("needs XLA's GPU compiler")
