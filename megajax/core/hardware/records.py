@@ -216,24 +216,30 @@ def _hardware(name: str | Path) -> Hardware:
 def record_name(name: str) -> str:
     """Return a GPU's name as records write it: H100 is h100, and A100-SXM4-40GB is a100_40gb.
 
-    Every word of `name` must be in the GPU's record. If two records match, the shorter name wins.
+    Every word of `name` must be in the GPU's record, where SXM5 is SXM. If two records match, the
+    one that has more of the words as written wins, then the shorter name.
     """
-    words = _words(name)
+    written = _words(name)
     plain = '_'.join(re.findall(r'[a-z0-9]+', name.lower()))
     if plain in (names := hardware_names()):
         return plain
+    matching = dict[str, int]()  # to the number of words that the record has only as SXM
     for known in sorted(names, key=len):
         gpu = _known(known)
         own = _words(' '.join([known, gpu.name, *gpu.device_kinds]))
-        if known.partition('_')[0] in words and words <= own:
-            return known
-    return name
+        if known.partition('_')[0] in written and _plain(written) <= _plain(own):
+            matching[known] = len(written - own)
+    return min(matching, key=matching.__getitem__, default=name)
 
 
 def _words(name: str) -> set[str]:
-    """Return the words of a GPU's name in lower case; SXM5 is sxm, and 80 GB is 80gb."""
-    plain = re.sub(r'(\d+)[\W_]+gb', r'\1gb', name.lower())
-    return set(re.findall(r'[a-z0-9]+', re.sub(r'sxm\d', 'sxm', plain)))
+    """Return the words of a GPU's name in lower case; 80 GB is 80gb."""
+    return set(re.findall(r'[a-z0-9]+', re.sub(r'(\d+)[\W_]+gb', r'\1gb', name.lower())))
+
+
+def _plain(words: set[str]) -> set[str]:
+    """Return the words with SXM of any generation, such as SXM5, as sxm."""
+    return {re.sub(r'^sxm\d$', 'sxm', word) for word in words}
 
 
 def hardware_of(device_kind: str) -> Hardware | None:

@@ -126,6 +126,9 @@ def test_a_name_is_read_in_any_case_and_with_any_hyphen(name):
         ('H100-PCIe-80GB', 'h100_pcie'),
         ('H100 NVL', 'h100_nvl'),
         ('GB200 NVL72', 'gb200'),
+        ('Tesla V100-SXM2-32GB', 'v100_sxm2'),
+        ('V100-SXM2-32GB', 'v100_sxm2'),
+        ('V100-SXM3-32GB', 'v100'),
     ],
 )
 def test_a_name_may_have_all_words_of_the_gpu(written, name):
