@@ -111,7 +111,8 @@ def _seconds(collective: Collective, gpu: Hardware, devices_per_host: int) -> fl
 def _bandwidth(gpu: Hardware, groups: Groups, devices_per_host: int) -> float:
     """Return the bandwidth of the slowest group, in bytes per second."""
     on_hosts = [Counter(device // devices_per_host for device in group) for group in groups]
+    if not on_hosts:
+        return gpu.link('inside_host').bandwidth
     return min(
-        (gpu.ring_bandwidth(members=min(hosts.values()), hosts=len(hosts)) for hosts in on_hosts),
-        default=gpu.link('inside_host').bandwidth,
+        gpu.ring_bandwidth(members=min(hosts.values()), hosts=len(hosts)) for hosts in on_hosts
     )

@@ -2,19 +2,21 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
 from megajax.analysis.inspect.kernels import kernel_phase, kernel_site
 from megajax.analysis.inspect.overlap import dtype_of, kernel_seconds, sent_by
 from megajax.analysis.inspect.sites import site_of
 from megajax.analysis.profile.graphs import Schedule, is_graph
-from megajax.core.config import Config
+from megajax.core.config import Config, ConfigError
 from megajax.core.hardware.records import Hardware
 from megajax.xla.hlo.collectives import Collective, collectives
 from megajax.xla.hlo.groups import device_groups
 from megajax.xla.hlo.kernels import Kernel, kernels
 from megajax.xla.hlo.products import Product
 from megajax.xla.hlo.program import Computation, Instruction, Program
+from megajax.xla.hlo.schedule import Place, Sent
 from megajax.xla.hlo.timeline import Timeline, timeline
 from megajax.xla.hlo.transfers import arrays_of, kind_of, ring_bytes, whole_of, widest
 
@@ -28,7 +30,7 @@ class Work(NamedTuple):
     `kind` is the kind of kernel or collective. `site` and `phase` are empty if XLA recorded no
     path. `what` gives the sizes of matmuls or the arrays that are sent. `flops` omits the FLOPs
     that a causal mask skips. `predicted` is the seconds by a roofline; None if there is no record
-    of the GPU.
+    of the GPU, or of the link of a collective.
     """
 
     kind: str
@@ -60,9 +62,13 @@ class ProgramWork:
         devices_per_host: int,
     ):
         self.program, self.config, self.gpu = program, config, gpu
+        self._devices_per_host = devices_per_host
         self._kernels = [*kernels(program)]
         self._placed = [each for each in collectives(program, mesh) if each.times]
-        self._sent = sent_by(self._placed, gpu, devices_per_host) if gpu else {}
+        self._sent: dict[Place, Sent] = {}
+        if gpu:
+            with suppress(ConfigError):  # a link of the record may be null
+                self._sent = sent_by(self._placed, gpu, devices_per_host)
         self._by_name = {
             kernel.instruction.name: _of_kernel(program, kernel, gpu) for kernel in self._kernels
         }
@@ -85,14 +91,18 @@ class ProgramWork:
         return sum(work.times * (work.predicted or 0.0) for work in each if belongs(work))
 
     def timeline(self) -> Timeline | None:
-        """Return the timeline of a step by a roofline; None if there is no record of the GPU."""
+        """Return the timeline of a step by a roofline; None if there is no record of the GPU.
+
+        Raises ConfigError if a link that the step uses is null in the record.
+        """
         if self.gpu is None:
             return None
         seconds = {
             (kernel.computation.name, kernel.instruction.name): kernel_seconds(kernel, self.gpu)
             for kernel in self._kernels
         }
-        return timeline(self.program, self._sent, seconds)
+        sent = sent_by(self._placed, self.gpu, self._devices_per_host)
+        return timeline(self.program, sent, seconds)
 
     def _calls(self) -> dict[str, set[str]]:
         return {
@@ -114,7 +124,7 @@ class ProgramWork:
             computation = self.program.computations[place[0]]
             instruction = computation.by_name[place[1]]
             work = _of_collective(self.program, self.config, computation, instruction, arrays)
-            if self.gpu is not None:
+            if place in self._sent:
                 work = work._replace(predicted=self._sent[place].seconds)
             self._by_name[instruction.name] = work
             for _, caller in self.program.callers.get(computation.name, ()):

@@ -48,6 +48,13 @@ def test_a_transfer_takes_its_bytes_at_the_rate_of_its_link(groups, per_host, ba
         assert on_wire == pytest.approx(2 * (size - 1) / size * 2 * elements / bandwidth)
 
 
+def test_a_transfer_between_hosts_of_one_gpu_needs_no_link_inside_a_host():
+    program = Program(TEXT.format(groups=DATA, dot=DOT, both=BOTH))
+    placed = collectives(program, {'data': 2, 'model': 4})
+    alone = H100.model_copy(update={'inside_host': None})
+    assert transfer_seconds(program, placed, alone, 1) == transfer_seconds(program, placed, H100, 1)
+
+
 def test_arrays_that_xla_joined_share_what_is_hidden_by_their_bytes():
     program = Program(TEXT.format(groups=MODEL, dot=DOT, both=BOTH))
     placed = collectives(program, {'data': 2, 'model': 4})

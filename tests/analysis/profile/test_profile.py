@@ -195,6 +195,17 @@ def test_on_gpus_a_transfer_of_another_stream_is_hidden_beside_kernels(tmp_path)
     )
 
 
+def test_without_the_link_that_a_step_uses_only_the_prediction_of_it_is_missing(tmp_path):
+    (file := tmp_path / 'mine.yaml').write_text(
+        H100.model_copy(update={'across_hosts': None}).model_dump_json()
+    )
+    result = profile(write_gpu_run(tmp_path / 'run', [[FIRST], [SECOND]]), gpu=str(file))
+    assert result.not_predicted.startswith('across_hosts: the link between hosts of')
+    assert not result.predictions
+    assert [line.predicted_seconds for line in result.collectives] == [None]
+    assert [line.peak_share > 0 for line in result.products] == [True]
+
+
 def test_the_report_sums_the_parts_of_each_kind_and_of_the_step(tmp_path):
     code, said = ask(write_gpu_run(tmp_path / 'run', [[FIRST, SECOND]]))
     assert code == 0
