@@ -27,8 +27,8 @@ def rates_of(config: Config, gpu: Hardware) -> Rates:
         products=products,
         attention=attention,
         memory=gpu.memory_bandwidth * gpu.reference.memory,
-        inside_host=gpu.link('inside_host').bandwidth,
-        between_hosts=gpu.link('across_hosts').bandwidth,
+        inside_host=gpu.inside_host.bandwidth if gpu.inside_host else None,
+        between_hosts=gpu.across_hosts.bandwidth if gpu.across_hosts else None,
     )
 
 

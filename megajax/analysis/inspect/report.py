@@ -9,7 +9,7 @@ from rich.text import Text
 
 from megajax.analysis.inspect.kernel_table import kernel_tables
 from megajax.analysis.inspect.memory_table import memory_tables
-from megajax.analysis.inspect.result import Inspection, Overlap, Row, Transfer
+from megajax.analysis.inspect.result import Inspection, Overlap, Rates, Row, Transfer
 from megajax.analysis.inspect.run_report import run_lines
 from megajax.base.render.console import as_html, as_text, number_columns, open_table, text_columns
 from megajax.base.render.folded import Folded
@@ -216,11 +216,16 @@ def _seconds(inspection: Inspection) -> list[Text]:
         Text(
             f'rates  {rates.products / 1e12:.4g} TFLOP/s {rates.dtype} matmul, '
             f'{rates.attention / 1e12:.4g} attention; {rates.memory / 1e12:.4g} TB/s memory; '
-            f'{rates.inside_host / 1e9:.4g} GB/s within a host, '
-            f'{rates.between_hosts / 1e9:.4g} per GPU between hosts; no latency',
+            f'{_links(rates)}no latency',
             style='dim',
         ),
     ]
+
+
+def _links(rates: Rates) -> str:
+    links = (rates.inside_host, 'within a host'), (rates.between_hosts, 'per GPU between hosts')
+    known = ', '.join(f'{rate / 1e9:.4g} {where}' for rate, where in links if rate)
+    return f'{known.replace(" ", " GB/s ", 1)}; ' if known else ''
 
 
 def _hidden(name: str, seconds: float, hidden: float) -> str:

@@ -158,10 +158,13 @@ class Rates(Result):
         ),
     )
     memory: float = Field(description='bytes per second that kernels read and write')
-    inside_host: float = Field(description='bytes per second that a GPU sends')
-    between_hosts: float = Field(
+    inside_host: float | None = Field(
+        description='bytes per second that a GPU sends; None: unknown, and not used'
+    )
+    between_hosts: float | None = Field(
         description=(
-            'bytes per second that a GPU sends; multiplied by the GPUs of its group on a host'
+            'bytes per second that a GPU sends; multiplied by the GPUs of its group on a host; '
+            'None: unknown, and not used'
         ),
     )
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 from megajax.analysis.inspect.audit import audit
 from megajax.analysis.inspect.result import Inspection
@@ -59,12 +59,13 @@ class Facts:
                 f'the text of the compiled step is {len(kept.compiled.text) / 1e6:.0f} MB and is '
                 f'slow to read; to include it, run megajax report {typed(self.run.folder)}'
             )
+        gpu = self.gpu or hardware_of(kept.device_kind)
         try:
-            gpu = self.gpu or hardware_of(kept.device_kind)
-            # A file may lack a link that was not measured.
-            has_rates = gpu is not None and gpu.inside_host and gpu.across_hosts
-            rates = gpu if has_rates else None
-            return audit(self.run.compiled_config, kept.compiled, kept.target, rates)
+            inspect = partial(audit, self.run.compiled_config, kept.compiled, kept.target)
+            try:
+                return inspect(gpu)
+            except ConfigError:  # a file may lack a link that the step uses
+                return inspect(None)
         except Exception as error:  # the text is from a different version of megajax or XLA
             return f'the compiled step cannot be inspected: {reason(error)}'
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megajax.analysis.inspect.result import Inspection
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.time import step_time
 from megajax.analysis.report.cost import SHOWN
@@ -279,6 +280,21 @@ def test_a_step_is_estimated_at_the_rates_of_its_own_gpu(
     record |= {'device_kind': kind, 'target': 'h100'}
     (copied_run / 'step.json').write_text(json.dumps(record))
     assert f'schedule at the rates of {hardware(rates).name}, a step' in words(page_on(copied_run))
+
+
+@pytest.mark.parametrize('missing', ['across_hosts', 'inside_host'])
+def test_a_step_is_estimated_at_the_rates_of_a_file_that_has_the_links_that_it_uses(
+    missing: str, copied_run: Path
+) -> None:
+    record = json.loads((copied_run / 'step.json').read_text())
+    (copied_run / 'step.json').write_text(json.dumps(record | {'target': 'h100'}))
+    mine = hardware('a100').model_copy(update={'name': missing, missing: None})
+    (run,) = read_runs([copied_run])
+    inspection = Facts(run=run, color=0, gpu=mine).inspection
+    assert isinstance(inspection, Inspection)
+    assert inspection.rates.hardware == (
+        missing if missing == 'across_hosts' else hardware('h100').name
+    )
 
 
 def test_a_run_on_a_cpu_is_predicted_with_its_own_schedule(finished_run: Path) -> None:
