@@ -25,8 +25,8 @@ class Cluster:
     def of(cls, hardware: Hardware, num_devices: int, devices_per_host: int | None = None) -> Self:
         """Return a cluster; by default its hosts have as many GPUs as the type is sold with.
 
-        All simulated devices of a CPU are on one host. Raises ConfigError for hosts of unequal
-        size.
+        All simulated devices of a CPU are on one host and share it. Raises ConfigError for hosts of
+        unequal size.
         """
         per_host = min(num_devices, devices_per_host or _sold(hardware, num_devices))
         if num_devices % per_host:
@@ -35,7 +35,8 @@ class Cluster:
                 f'{num_devices} GPUs do not fill hosts of {per_host}: '
                 f'use {below} or {below + per_host}, or set the number of GPUs per host'
             )
-        return cls(hardware=hardware, num_devices=num_devices, devices_per_host=per_host)
+        each = hardware.shared(per_host)
+        return cls(hardware=each, num_devices=num_devices, devices_per_host=per_host)
 
     def resized(self, num_devices: int) -> Self:
         """Return a cluster of another number of these GPUs.

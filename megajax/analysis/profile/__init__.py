@@ -44,6 +44,7 @@ def _profile(run: Path, traced: Traced, record: Hardware | None) -> Profile:
     on_gpu = traces[0].gpu is not None
     config = resolved(traced.config, on_gpu=on_gpu)
     per_host = program.num_devices // len({trace.host for trace in traces})
+    record = record and record.shared(per_host)
     work = ProgramWork(program, config, config.mesh.sizes, record, per_host)
     measured = measure(traces, traced.steps, traced.module, work)
     lines = device_lines(measured, work)

@@ -9,7 +9,7 @@ import re
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -111,6 +111,24 @@ class Hardware(Section):
                 f'{{bandwidth, latency}} in its file, or plan for {instead}'
             )
         return link
+
+    def shared(self, devices: int) -> Self:
+        """Return the record of each of several simulated devices of a CPU; a GPU's is unchanged.
+
+        The figures of a CPU's record are for each of its `devices_per_host`.
+        """
+        if self.is_gpu or devices == self.devices_per_host:
+            return self
+        share, link = self.devices_per_host / devices, self.inside_host
+        return self.model_copy(
+            update={
+                'peak_flops': {dtype: peak * share for dtype, peak in self.peak_flops.items()},
+                'memory': int(self.memory * share),
+                'memory_bandwidth': self.memory_bandwidth * share,
+                'inside_host': link and link.changed(bandwidth=link.bandwidth * share),
+                'devices_per_host': devices,
+            }
+        )
 
     def product_rate(self, dtype: str, *, is_attention: bool = False) -> float:
         """Return the FLOP/s of the fastest matmuls or of flash attention.

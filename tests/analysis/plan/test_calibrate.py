@@ -142,6 +142,14 @@ def test_the_simulated_devices_of_a_cpu_copy_in_its_memory_on_one_host():
     found = calibrate._hardware(cpu, None, MEASURED, 2**30, 2e10, None)
     assert found.inside_host.bandwidth == 1e10
     assert Cluster.of(found, 8).num_hosts == Cluster.of(found, 4).resized(16).num_hosts == 1
+    # They share its memory, its cores and the bandwidth of its memory.
+    for devices in (1, 4, 8):
+        for cluster in (Cluster.of(found, devices), Cluster.of(found, 2).resized(devices)):
+            each, share = cluster.hardware, 8 / devices  # of the eight that were measured
+            assert each.memory == found.memory * share
+            assert each.memory_bandwidth == found.memory_bandwidth * share
+            assert each.inside_host.bandwidth == found.inside_host.bandwidth * share
+            assert each.product_rate('float32') == found.product_rate('float32') * share
     # Attention on a CPU is not flash attention, so that its scores need memory.
     config = changed(config_for(1, is_gpu=False), train__dtype='bfloat16')
     assert not uses_flash(config, found.compute_capability)
