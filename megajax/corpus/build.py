@@ -21,7 +21,7 @@ from megajax.base.files.outputs import sync
 from megajax.base.render.text import visible
 from megajax.corpus.choose_tokenizer import given_tokenizer, saved_tokenizer
 from megajax.corpus.encode import Encoded, Options, Workers
-from megajax.corpus.job import Job, Report, check_job, fingerprint
+from megajax.corpus.job import Job, Report, check_job, fingerprint, is_resumable
 from megajax.corpus.partial import (
     DOCUMENTS,
     LENGTHS,
@@ -98,23 +98,24 @@ def build(
     tokenizer = given_tokenizer(job, inputs)
     wanted = fingerprint(job, inputs, tokenizer, unit)
     _progress(out, wanted)  # raises an error before any file is changed
-    with Partial.lock(out) as partial, _cleaned_up(partial):
-        progress = _progress(out, wanted)
-        before = progress.text_bytes if progress else 0
-        if progress is None:
-            progress = Progress(fingerprint=wanted)
-            partial.start(progress)
-        if not progress.complete:
-            builder = _Builder(
-                job,
-                inputs,
-                partial,
-                progress,
-                saved_tokenizer(job, inputs, partial, tokenizer, report),
-                report,
-            )
-            builder.encode(unit, checkpoint_units)
-            builder.complete(out)
+    with Partial.lock(out) as partial:
+        with _cleaned_up(partial, is_resumable(inputs)):
+            progress = _progress(out, wanted)
+            before = progress.text_bytes if progress else 0
+            if progress is None:
+                progress = Progress(fingerprint=wanted)
+                partial.start(progress)
+            if not progress.complete:
+                builder = _Builder(
+                    job,
+                    inputs,
+                    partial,
+                    progress,
+                    saved_tokenizer(job, inputs, partial, tokenizer, report),
+                    report,
+                )
+                builder.encode(unit, checkpoint_units)
+                builder.complete(out)
         partial.publish()
     return BuildSummary(
         progress=progress,
@@ -125,17 +126,18 @@ def build(
 
 
 @contextmanager
-def _cleaned_up(partial: Partial) -> Iterator[None]:
-    """Delete the folder after a ConfigError, unless the same command may succeed later.
+def _cleaned_up(partial: Partial, resumable: bool) -> Iterator[None]:
+    """Delete the folder after a ConfigError, unless the same command can resume the build.
 
-    It may after an interrupt, an UnfinishedError, or an error in reaching an input, which need not
-    have changed.
+    If the inputs are `resumable`, it can after an interrupt, an UnfinishedError, or an error in
+    reaching an input, which need not have changed.
     """
     try:
         yield
-    except UnfinishedError:
-        raise
-    except (UnansweredError, RefusedError, MissingError) as error:
+    except (UnfinishedError, UnansweredError, RefusedError, MissingError) as error:
+        if not resumable:
+            partial.discard()
+            raise
         raise UnfinishedError(
             *(
                 replace(each, message=f'{each.message}; run the same command again to resume')

@@ -240,12 +240,10 @@ class Workers:
         process.wait()  # does not block: the worker has closed its end of the pipe
         reason = f'{self._count}: a worker ended with exit code {process.returncode}'
         if process.returncode < 0:  # the number of a signal
-            fix = (
-                '(-9: killed, perhaps for lack of memory); run the same command with fewer workers'
-            )
+            fix = '(-9: killed, perhaps for lack of memory); use fewer workers'
         else:
-            fix = 'for the reason printed above; remove its cause, and run the same command again'
-        return UnfinishedError(Problem('--workers', f'{reason} {fix} to resume'))
+            fix = 'for the reason printed above; remove its cause'
+        return UnfinishedError(Problem('--workers', f'{reason} {fix}'))
 
 
 def serve(descriptor: int) -> None:

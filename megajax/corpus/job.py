@@ -89,12 +89,17 @@ def check_job(job: Job, out: Path) -> None:
         raise ConfigError(*problems)
 
 
+def is_resumable(inputs: Sequence[Input]) -> bool:
+    """Return whether each input can be recognized later: not a stream, or a URL without version."""
+    return not any(input.stream or (input.is_remote and not input.version) for input in inputs)
+
+
 def fingerprint(job: Job, inputs: Sequence[Input], tokenizer: Tokenizer | None, unit: int) -> str:
     """Return the hash of everything that determines the output; for a stream it is unique."""
     import tokenizers
 
     files = [_identity(input) for input in inputs]
-    once = uuid4().hex if any(_is_unknown(input) for input in inputs) else ''
+    once = '' if is_resumable(inputs) else uuid4().hex
     spec = f'{tokenizer.fingerprint} {tokenizer.eod}' if tokenizer else f'bpe {job.train_bpe}'
     options = (job.json_key, job.append_eod, job.skip_bad, job.parse_special, unit)
     return sha256(
@@ -110,8 +115,3 @@ def _identity(input: Input) -> dict[str, Any]:
         identity['path'] = os.path.abspath(input.path)
         del identity['version']
     return identity
-
-
-def _is_unknown(input: Input) -> bool:
-    """Return whether it is unknown if an input is the same as before."""
-    return input.stream or (input.is_remote and not input.version)

@@ -36,12 +36,12 @@ FINAL = {
     TOKENS: '.bin',
     INDEX: '.idx',
 }
-FIX = 'free disk space, and run the same command again to resume, or choose another OUT'
+FIX = 'free disk space, or delete OUT.partial and choose another OUT'
 NAMES = frozenset({LENGTHS, DOCUMENTS, PROGRESS, LOCK, NEW, *FINAL})
 
 
 class UnfinishedError(ConfigError):
-    """An error of an interrupted build whose folder is intact; the same command resumes it."""
+    """An error after which the folder is intact, so that the same command can resume the build."""
 
 
 class Progress(BaseModel):
@@ -228,7 +228,7 @@ class Partial:
             except OSError as error:
                 message = (
                     f'cannot be renamed from {self.folder / name}: {error.strerror}; '
-                    'make the folder writable, and run the same command again to continue'
+                    'make the folder writable, and run the same command again'
                 )
                 raise UnfinishedError(Problem(str(final), message)) from error
         self.discard()

@@ -532,7 +532,7 @@ def test_a_full_disk_is_named_with_what_was_written(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, '')
     assert re.fullmatch(
         rf'error: .*out.partial/tokens: cannot be written after {limit} bytes: '
-        r'File too large; free disk space, and run the same command again to resume, .*\n',
+        r'File too large; free disk space, or delete OUT\.partial and .* command again to resume\n',
         done.stderr,
     )
 
@@ -542,6 +542,15 @@ def test_a_build_resumes_after_the_disk_was_full(corpus: Path, tmp_path: Path) -
     with disk_full_at(9000), pytest.raises(ConfigError, match=r'tokens: cannot be written after'):
         build(wanted, unit=2000, checkpoint_units=1)
     assert_resumes(wanted, tmp_path)
+
+
+def test_a_build_from_a_stream_leaves_nothing_on_a_full_disk(corpus: Path, tmp_path: Path) -> None:
+    os.mkfifo(fifo := tmp_path / 'fifo.jsonl')
+    with subprocess.Popen(['cp', corpus, fifo], stderr=subprocess.DEVNULL):
+        with disk_full_at(9000), pytest.raises(ConfigError, match='cannot be written') as caught:
+            build(job(tmp_path / 'out', fifo), unit=2000, checkpoint_units=1)
+        assert 'resume' not in str(caught.value)
+        assert not (tmp_path / 'out.partial').exists()
 
 
 def test_a_build_resumes_after_an_input_could_not_be_read(corpus: Path, tmp_path: Path) -> None:
