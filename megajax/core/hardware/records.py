@@ -101,14 +101,15 @@ class Hardware(Section):
         """Return one of the links; raise ConfigError if it is null."""
         link = self.inside_host if name == 'inside_host' else self.across_hosts
         if link is None:
-            where, instead = (
-                ('between GPUs of a host', 'one GPU per host')
+            where, other, instead = (
+                ('between GPUs of a host', self.across_hosts, 'one GPU per host')
                 if name == 'inside_host'
-                else ('between hosts', 'the GPUs of one host (--gpus-per-host)')
+                else ('between hosts', self.inside_host, 'the GPUs of one host (--gpus-per-host)')
             )
             raise ConfigError(
                 f'{name}: the link {where} of {self.name} was not measured; set {name}: '
-                f'{{bandwidth, latency}} in its file, or plan for {instead}'
+                f'{{bandwidth, latency}} in its file'
+                + (f', or plan for {instead}' if other else '')
             )
         return link
 

@@ -128,8 +128,11 @@ def test_a_plan_needs_the_links_that_it_uses_and_no_power(link, gpus, tmp_path):
     (file := tmp_path / 'mine.yaml').write_text(calibrate._yaml(found))
     config = config_for(gpus, is_gpu=True)
     if gpus > found.devices_per_host:
-        with pytest.raises(ConfigError, match='across_hosts: the link between hosts of NVIDIA'):
+        said = 'across_hosts: the link between hosts of NVIDIA'
+        with pytest.raises(ConfigError, match=said) as caught:
             megajax.plan(config, gpu=file)
+        # GPUs of one host need a link as well.
+        assert ('or plan for' in str(caught.value)) == bool(link)
         return
     plan = megajax.plan(config, gpu=file, savings=True)
     assert plan.cost.kilowatt_hours is None
