@@ -198,7 +198,7 @@ def hardware(name: str | Path, link: LinkName | None = None) -> Hardware:
 
 
 def _with_link(gpu: Hardware, link: LinkName | None) -> Hardware:
-    is_pcie = gpu.inside_host == gpu.pcie
+    is_pcie = gpu.pcie is not None and gpu.inside_host == gpu.pcie
     if link == 'nvlink' and is_pcie:
         raise ConfigError(
             f'--link nvlink: bridges join two GPUs of {gpu.name}, and a plan has one link for all '

@@ -223,6 +223,14 @@ def test_a_calibrated_gpu_with_pcie_keeps_its_measured_link(tmp_path):
         hardware(file, 'nvlink')
 
 
+def test_a_file_without_links_has_no_pcie(tmp_path):
+    found = calibrate._hardware(DEVICE, None, MEASURED, 7 * 2**30, 1e12, None)
+    (file := tmp_path / 'mine.yaml').write_text(found.model_dump_json())
+    assert hardware(file, 'nvlink') == found
+    with pytest.raises(ConfigError, match=r'--link pcie: .* has no pcie'):
+        hardware(file, 'pcie')
+
+
 def test_a_device_without_a_limit_has_a_share_of_the_hosts_memory(monkeypatch):
     sizes = {'SC_PAGE_SIZE': 4096, 'SC_PHYS_PAGES': 8000}
     monkeypatch.setattr('os.sysconf', sizes.__getitem__)
