@@ -75,7 +75,8 @@ def calibrate(out: Path, *, seconds: float) -> Iterator[str]:
             f'{1e6 * link.latency:.1f} us per step'
         )
     alone = _hardware(device, known, rates, memory, bandwidth, link)
-    yield f'devices per host: {alone.devices_per_host}{"" if link or not known else ", as sold"}'
+    is_sold = known is not None and known.devices_per_host == alone.devices_per_host
+    yield f'devices per host: {alone.devices_per_host}{", as sold" if is_sold else ""}'
     is_gpu = device.platform == 'gpu'
     config = config_for(len(jax.devices()), is_gpu=is_gpu, narrow=narrow)
     step_seconds = real_seconds(config)
@@ -239,6 +240,9 @@ def _hardware(
     training: Dtype = max(best, key=best.__getitem__)
     peak = record.peak_flops[training]
     matmul, half_size = fit_products(rates[training], peak)
+    # A part of the GPUs of a known host does not say how many the host has.
+    visible, per_host = jax.local_device_count(), record.devices_per_host
+    per_host = visible if per_host % visible else per_host
     is_pcie = record.pcie is not None and record.pcie == record.inside_host
     of_memory = min(1.0, bandwidth / record.memory_bandwidth)
     assumed = "flash is the A100's, an assumption" if record.efficiency.flash else 'no flash'
@@ -251,8 +255,7 @@ def _hardware(
     return record.model_copy(
         update={
             'name': device.device_kind,
-            # One visible GPU of a known host does not say how many the host has.
-            'devices_per_host': jax.local_device_count() if link else record.devices_per_host,
+            'devices_per_host': per_host,
             'inside_host': link or record.inside_host,
             # A GPU that is sold with PCIe has one link, under two names.
             'pcie': link if link and is_pcie else record.pcie,

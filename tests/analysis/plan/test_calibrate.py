@@ -187,9 +187,10 @@ def test_a_known_gpu_keeps_what_its_vendor_says():
 
 
 @pytest.mark.parametrize('name', ['h100', 'gb200', 'h100_pcie'])
-@pytest.mark.parametrize('link', [None, LINK])
-def test_a_known_gpu_differs_only_in_what_was_measured(name, link, tmp_path):
+@pytest.mark.parametrize(('link', 'visible'), [(None, 1), (LINK, 2), (LINK, 4)])
+def test_a_known_gpu_differs_only_in_what_was_measured(name, link, visible, tmp_path, monkeypatch):
     """As `plan` reads the file, whose measured numbers have four digits."""
+    monkeypatch.setattr(jax, 'local_device_count', lambda: visible)
     known = hardware(name)
     device = SimpleNamespace(device_kind=known.device_kinds[0])
     found = calibrate._hardware(
@@ -199,7 +200,7 @@ def test_a_known_gpu_differs_only_in_what_was_measured(name, link, tmp_path):
     file.write_text(calibrate._yaml(found))
     read = hardware(file)
     measured = {'name', 'efficiency', 'reference', 'sources', 'fit', 'die'}
-    measured |= {'inside_host', 'devices_per_host'} if link else set()
+    measured |= {'inside_host'} if link else set()
     measured |= {'pcie'} if link and name == 'h100_pcie' else set()
     rounded = {'peak_flops'}
     kept = set(type(known).model_fields) - measured - rounded
@@ -212,6 +213,14 @@ def test_a_known_gpu_differs_only_in_what_was_measured(name, link, tmp_path):
     ):
         assert efficiency is expected is None or efficiency == pytest.approx(expected, rel=1e-3)
     assert read.sources['across_hosts'] == known.sources['across_hosts']
+
+
+@pytest.mark.parametrize(('name', 'visible'), [('h100', 8), ('h100', 6), ('gb200', 8)])
+def test_more_gpus_than_a_part_of_a_known_host_are_a_host(name, visible, monkeypatch):
+    monkeypatch.setattr(jax, 'local_device_count', lambda: visible)
+    known = hardware(name)
+    found = calibrate._hardware(DEVICE, known, MEASURED, known.memory, 1e12, LINK)
+    assert found.devices_per_host == visible
 
 
 def test_a_calibrated_gpu_with_pcie_keeps_its_measured_link(tmp_path):
