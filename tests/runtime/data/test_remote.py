@@ -80,6 +80,22 @@ def use_s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield url
 
 
+def test_files_named_one_by_one_are_looked_at_together(
+    memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together, look = threading.Barrier(2, timeout=5), remote.look
+
+    def look_with_another(url: str) -> remote.Looked:
+        together.wait()
+        return look(url)
+
+    urls = [f'{memory}/{name}.jsonl' for name in 'ab']
+    for url in urls:
+        fsspec.filesystem('memory').pipe(url, LINES)
+    monkeypatch.setattr(remote, 'look', look_with_another)
+    assert [input.path for input in find_inputs(urls, None)] == urls
+
+
 def contents(found: list[Unit]) -> list[tuple[Any, ...]]:
     return [
         (piece.offset, piece.line, piece.data, piece.first, piece.last)

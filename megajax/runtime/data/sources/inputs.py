@@ -4,8 +4,9 @@ import glob
 import logging
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import repeat
@@ -69,19 +70,23 @@ def find_inputs(patterns: Sequence[str], format: Format | None) -> list[Input]:
     is named twice.
     """
     problems: list[Problem] = []
-    inputs = []
+    inputs = list[Input]()
     named: dict[str, str] = {}  # the pattern of each file
-    for pattern in patterns:
-        try:
-            found = _expand(pattern)
-            paths = _without_card(pattern, list(found))
-            problems += _named_before(pattern, paths, named)
-            table = all(map(is_table, paths))
-            with ThreadPoolExecutor(LOOKS) as threads:
+    looks = list[tuple[Iterator[Input], bool]]()  # of each pattern, and whether all are tables
+    threads = ThreadPoolExecutor(LOOKS)
+    try:
+        for pattern in patterns:
+            with _adding_to(problems):
+                found = _expand(pattern)
+                paths = _without_card(pattern, list(found))
+                problems += _named_before(pattern, paths, named)
                 looked = threads.map(_look, paths, repeat(format), map(found.get, paths))
+                looks.append((looked, all(map(is_table, paths))))
+        for looked, table in looks:
+            with _adding_to(problems):
                 inputs += [replace(input, table=table) for input in looked]
-        except ConfigError as error:
-            problems += [problem for problem in error.problems if isinstance(problem, Problem)]
+    finally:
+        threads.shutdown(cancel_futures=True)
     if not patterns:
         problems = [
             Problem('--input', "names no file; give paths, globs, or '-' for standard input")
@@ -92,6 +97,14 @@ def find_inputs(patterns: Sequence[str], format: Format | None) -> list[Input]:
         message = '%s: reading it as a document; leave it out if it describes the other files'
         logger.warning(message, min(cards))
     return inputs
+
+
+@contextmanager
+def _adding_to(problems: list[Problem]) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        problems += [problem for problem in error.problems if isinstance(problem, Problem)]
 
 
 def _expand(pattern: str) -> dict[str, remote.Looked | None]:
