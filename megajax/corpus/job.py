@@ -16,7 +16,7 @@ from megajax.runtime.data.sources.inputs import Format, Input
 from megajax.runtime.data.text.tokenizer import Tokenizer
 
 # Version of the conversion from bytes to tokens; builds of other versions are not resumed.
-VERSION = 4
+VERSION = 3
 
 Report = Callable[[int, int], None]  # bytes read, bytes to read
 
@@ -100,7 +100,8 @@ def fingerprint(job: Job, inputs: Sequence[Input], tokenizer: Tokenizer | None, 
 
     files = [_identity(input) for input in inputs]
     once = '' if is_resumable(inputs) else uuid4().hex
-    spec = f'{tokenizer.fingerprint} {tokenizer.eod}' if tokenizer else f'bpe {job.train_bpe}'
+    trained = f'bpe {job.train_bpe} spaced'  # on evenly spaced files, if there are many
+    spec = f'{tokenizer.fingerprint} {tokenizer.eod}' if tokenizer else trained
     options = (job.json_key, job.append_eod, job.skip_bad, job.parse_special, unit)
     return sha256(
         json.dumps([VERSION, tokenizers.__version__, files, once, spec, *options]).encode()

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 import pytest
+import tokenizers
 import zstandard
 from pyarrow import parquet
 from support import disk_full_at, exhaustive, megajax, slow, start_token
@@ -25,8 +26,9 @@ from megajax.commands import data
 from megajax.core.config import ConfigError
 from megajax.corpus import choose_tokenizer
 from megajax.corpus.build import build
-from megajax.corpus.job import Job
+from megajax.corpus.job import Job, fingerprint
 from megajax.corpus.partial import Partial, Progress, read_progress
+from megajax.runtime.data.sources.inputs import Input
 from megajax.runtime.data.sources.manifest import Manifest
 from megajax.runtime.data.sources.pieces import UNIT
 from megajax.runtime.data.text.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
@@ -542,6 +544,16 @@ def test_a_build_resumes_after_the_disk_was_full(corpus: Path, tmp_path: Path) -
     with disk_full_at(9000), pytest.raises(ConfigError, match=r'tokens: cannot be written after'):
         build(wanted, unit=2000, checkpoint_units=1)
     assert_resumes(wanted, tmp_path)
+
+
+def test_a_build_that_an_earlier_version_began_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless its tokens would differ: a new hash deletes what days of work have written."""
+    monkeypatch.setattr(tokenizers, '__version__', '0')
+    monkeypatch.setattr(os.path, 'abspath', str)
+    input = Input(path='/a.jsonl', format='jsonl', size=5, mtime_ns=7, stream=False)
+    monkeypatch.setattr(tokenizer := byte_tokenizer(), 'fingerprint', 'bytes')
+    found = fingerprint(job(Path('out'), '/a.jsonl'), [input], tokenizer, UNIT)
+    assert found == 'e8b643593e1ca21bc359552dcd6257a6aac2d0a63e4a91476997e7e7c6b9d34c'
 
 
 def test_a_build_from_a_stream_leaves_nothing_on_a_full_disk(corpus: Path, tmp_path: Path) -> None:
