@@ -50,8 +50,12 @@ def band(config: Config, time: StepTime, cluster: Cluster, program: Software) ->
 
 def _of_rows(fit: Fit, seen: Seen | None, program: Software) -> tuple[float, str]:
     if seen is None:
-        why = f'no {program.name} step was measured on the die'
-        return math.hypot(fit.band, OTHER_PROGRAM), why if fit.programs else 'fit.programs is empty'
+        why = (
+            f'no {program.name} step was measured on the die'
+            if fit.programs
+            else 'the file has no fit.programs, which says what was measured: calibrate again'
+        )
+        return math.hypot(fit.band, OTHER_PROGRAM), why
     if seen.rows >= ENOUGH:
         return seen.band, f'{seen.rows} published throughputs of {program.name}'
     few = 'one throughput' if seen.rows == 1 else f'{seen.rows} throughputs'
@@ -67,7 +71,8 @@ def _beyond(
         if section is not None:
             terms.append((OTHER_LAYERS, f'no step with {layers} was fitted'))
     if dtype not in seen.dtypes and not {dtype, *seen.dtypes} <= {'bfloat16', 'float16'}:
-        terms.append((OTHER_DTYPE, f'no {dtype} step was measured'))
+        measured = 'was' if seen.dtypes else 'is known to be'
+        terms.append((OTHER_DTYPE, f'no {dtype} step {measured} measured'))
     if cluster.num_devices > seen.gpus:
         doublings = math.log2(cluster.num_devices / seen.gpus)
         terms.append((DOUBLING * doublings, f'at most {count(seen.gpus, "GPU")} measured'))

@@ -113,4 +113,8 @@ def test_a_fit_without_programs_covers_one_gpu_and_no_program() -> None:
     found = band(ONE, step_time(ONE, Cluster.of(gpu, 1)), Cluster.of(gpu, 1), MEGAJAX)
     assert found is not None
     assert found.error >= math.hypot(fit.band, 0.15)
-    assert found.reasons[0].startswith('fit.programs is empty')
+    assert 'which says what was measured: calibrate again' in found.reasons[0]
+    in_float32 = changed(ONE, train__dtype='float32')
+    found = band(in_float32, step_time(ONE, Cluster.of(gpu, 1)), Cluster.of(gpu, 1), MEGAJAX)
+    assert found is not None
+    assert found.reasons[1].startswith('no float32 step is known to be measured')
