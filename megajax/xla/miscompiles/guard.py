@@ -25,7 +25,8 @@ _LISTS = ('xla_disable_hlo_passes',)  # options with comma-separated values
 def target_of(device: Any) -> str:
     """Return the target for a device: `cpu`, `tpu`, or the GPU that the device's kind names.
 
-    A GPU that is no target has the first target of its architecture, if there is one.
+    A GPU that is no target has the first target of its generation, which is its major compute
+    capability, if there is one. An RTX 4090 (8.9) has the target of an A100 (8.0).
     """
     if device.platform in ('cpu', 'tpu'):
         return device.platform

@@ -17,7 +17,7 @@ from megajax.xla.hlo.program import Program
 from megajax.xla.miscompiles import answers
 from megajax.xla.miscompiles.entry import Miscompile, Options, Sighting, find
 
-DEFAULT_TARGET = 'h100'  # for a GPU whose architecture no target has
+DEFAULT_TARGET = 'h100'  # for a GPU whose generation no target has
 _FAILURES = RuntimeError, ValueError, TypeError  # XLA's errors are RuntimeErrors
 
 

@@ -273,15 +273,20 @@ def test_a_text_that_may_be_right_ends_the_run_where_the_fault_is_there(answers:
 
 
 @pytest.mark.parametrize('target', GPUS)
-def test_a_gpu_has_the_target_that_its_kind_names_or_else_the_default(target: str) -> None:
+def test_a_gpu_has_the_target_that_its_kind_names_or_else_the_default(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def gpu(kind: str) -> types.SimpleNamespace:
         return types.SimpleNamespace(platform='gpu', device_kind=kind)
 
     assert target_of(gpu(hardware(target).compiler.name)) == target
     assert target_of(gpu('Tesla T4')) == DEFAULT_TARGET
-    # Otherwise, the architecture of its record decides.
+    # Otherwise, the major compute capability decides, of its record or of the GPU itself.
     assert target_of(gpu('NVIDIA B300 SXM6 AC')) == target_of(gpu('NVIDIA GB300')) == 'b200'
     assert target_of(gpu(hardware('v100').device_kinds[0])) == DEFAULT_TARGET
+    ada = types.SimpleNamespace(**vars(gpu('NVIDIA GeForce RTX 4090')), compute_capability='8.9')
+    monkeypatch.setattr(jax, 'local_devices', lambda: [ada])
+    assert target_of(ada) == 'a100'
 
 
 def test_the_report_says_of_each_fault_what_is_done_about_it(answers: Answers) -> None:
