@@ -95,11 +95,9 @@ def fitted_to_step(record: Hardware, config: Config, seconds: list[float]) -> Ha
     error = abs(planned(matmul) / median - 1)
     spread = max(abs(measured / median - 1) for measured in seconds)
     least = record.fit.band if record.fit else NO_RATES
-    mean, own, band = (
-        min(1.0, max(1e-3, *values))
-        for values in ((error, 0.0), (error, spread), (error, spread, least))
-    )
-    step = Seen(rows=1, band=own, gpus=config.mesh.num_devices, dtypes=(config.train.dtype,))
+    mean = min(1.0, max(1e-3, error))
+    band = min(1.0, max(1e-3, error, spread, least))
+    step = Seen(rows=1, band=band, gpus=config.mesh.num_devices, dtypes=(config.train.dtype,))
     fit = Fit(rows=1, mean=mean, band=band, programs={MEGAJAX.name: step})
     return _with(record, matmul=round(matmul, 4)).model_copy(update={'fit': fit})
 
