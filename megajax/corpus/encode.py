@@ -239,8 +239,8 @@ class Workers:
         process = self._processes[connection]
         process.wait()  # does not block: the worker has closed its end of the pipe
         reason = f'{self._count}: a worker ended with exit code {process.returncode}'
-        if process.returncode < 0:  # the number of a signal
-            fix = '(-9: killed, perhaps for lack of memory); use fewer workers'
+        if process.returncode == -signal.SIGKILL:
+            fix = '(killed, perhaps for lack of memory); use fewer workers'
         else:
             fix = 'for the reason printed above; remove its cause'
         return UnfinishedError(Problem('--workers', f'{reason} {fix}'))

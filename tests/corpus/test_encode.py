@@ -1,5 +1,6 @@
 """A text that cannot be encoded is named with its place."""
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,18 @@ def test_a_text_that_cannot_be_cut_is_named_by_its_row(
     error = encode(unit, byte_tokenizer(), OPTIONS).error
     assert error is not None
     assert error.path == f'{tmp_path}/a.parquet: row 3'
+
+
+@pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGSEGV])
+def test_only_a_worker_that_was_killed_may_have_lacked_memory(number: int, tmp_path: Path) -> None:
+    byte_tokenizer().save(tmp_path / 'tokenizer.json')
+    with Workers(1, tmp_path / 'tokenizer.json', OPTIONS) as workers:
+        (process,) = workers._processes.values()
+        process.send_signal(number)
+        process.wait()
+        with pytest.raises(ConfigError, match=f'exit code -{number} ') as caught:
+            list(workers.encode(iter([Unit(after=Position())])))
+    assert ('fewer workers' in str(caught.value)) == (number == signal.SIGKILL)
 
 
 def test_a_worker_that_fails_does_not_lack_memory(tmp_path: Path, capfd: Any) -> None:
