@@ -20,7 +20,9 @@ from megajax.base.errors import UnreachableError
 from megajax.core.config import ConfigError
 from megajax.runtime.data import Data, load_data
 from megajax.runtime.data.sources import remote_file, shares
-from megajax.runtime.data.sources.block_cache import BlockCache, locked
+from megajax.runtime.data.sources.block_cache import BLOCK, BlockCache, locked
+from megajax.runtime.data.sources.remote import look
+from megajax.runtime.data.sources.remote_file import RemoteFile
 
 
 @pytest.fixture(name='here')
@@ -175,6 +177,21 @@ def test_a_copy_that_broke_off_is_continued_and_is_never_a_document(
         check_the_same(f'{here}/d.txt', f'{server.url}/d.txt')
         assert server.asked == ['/d.txt'] * (5 + 6)
         assert not part.exists()
+
+
+def test_a_version_may_be_quoted_in_one_answer_and_not_in_another(
+    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_file, 'LOOK_EVERY', 0.0)
+    with stores.web(here) as server:
+        url, cache = f'{server.url}/d.txt', BlockCache(tmp_path / 'blocks', BLOCK)
+        size, version = look(url)
+        assert size is not None
+        for written in (version, f'"{version}"'):
+            file = RemoteFile(url, cache, (size, written))
+            assert file.read(0, size) == (here / 'd.txt').read_bytes()
+        with pytest.raises(ConfigError, match='has changed while the run was reading'):
+            RemoteFile(url, cache, (size, f'{version}1')).read(0, size)
 
 
 def test_a_file_that_changes_while_it_is_copied_is_not_trained_on(

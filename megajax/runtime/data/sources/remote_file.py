@@ -128,7 +128,8 @@ class RemoteFile:
     def _check_version(self) -> None:
         """Raise ConfigError if the file has changed; delete blocks of the new version first."""
         size, version = look(self.url)
-        if (size, version) == (self.size, self.version):
+        # adlfs before 2026.5 quotes ETags of single files, but not in lists.
+        if (size, version.strip('"')) == (self.size, self.version.strip('"')):
             return
         for number in self._unsure:
             self._cache.remove(self.key, number)
