@@ -1,4 +1,4 @@
-"""Presets that reproduce no paper's mesh have the layout that the plan advises."""
+"""Presets have the schedule of their paper, or the layout that the plan advises."""
 
 import re
 
@@ -42,6 +42,14 @@ def test_the_learning_rate_of_a_preset_decays(name: str) -> None:
     optim = megajax.load(name).optim
     assert optim.schedule != 'constant'
     assert optim.min_lr <= optim.lr / 5
+
+
+@pytest.mark.parametrize('name', [name for name in presets() if name.startswith('bert_')])
+def test_the_learning_rate_of_a_bert_decays_over_the_2_million_steps_of_its_paper(
+    name: str,
+) -> None:
+    config = megajax.load(name)
+    assert (config.optim.decay_steps or config.train.steps) == 2_000_000
 
 
 def test_a_layout_is_written_among_the_keys_and_comments_of_a_preset_and_read_back() -> None:
