@@ -8,6 +8,7 @@ from support import ROOT, exhaustive, load_script, slow
 
 import megajax
 from megajax.core.config import Config, presets, recipes
+from megajax.core.counts.parameters import num_parameters
 
 script = load_script('presets', 'scripts')
 FAST = ('qwen3_8b',)
@@ -50,6 +51,14 @@ def test_the_learning_rate_of_a_bert_decays_over_the_2_million_steps_of_its_pape
 ) -> None:
     config = megajax.load(name)
     assert (config.optim.decay_steps or config.train.steps) == 2_000_000
+
+
+def test_the_heads_of_the_trained_8_3b_model_are_named_and_leave_its_size() -> None:
+    timed, key = megajax.load('megatron_8.3b'), 'model.num_heads=24'
+    assert key in text_of('megatron_8.3b')
+    trained = megajax.load('megatron_8.3b', [key])
+    assert trained.model.head_dim == 128
+    assert num_parameters(trained.model) == num_parameters(timed.model)
 
 
 def test_a_layout_is_written_among_the_keys_and_comments_of_a_preset_and_read_back() -> None:
