@@ -125,6 +125,22 @@ def test_phi_names_longrope_in_three_ways_and_its_lengths_at_the_top(kind: str) 
     assert ModelConfig(**read_family(written, '')[1]) == model
 
 
+@pytest.mark.parametrize('own', [{}, {'attention_factor': 1.5}])
+def test_vllm_reads_the_attention_factor_of_a_shortened_phi(own: dict[str, float]) -> None:
+    keys = json.loads((DATA / 'phi3' / 'config.json').read_text())
+    keys |= {'max_position_embeddings': 128, 'original_max_position_embeddings': 32}
+    given = {'rope_type': 'longrope', 'rope_theta': 1e4, **FACTORS, **own}
+    model = read_family(keys | {'rope_parameters': given}, '')[1] | {'max_seq_len': 32}
+    written = write_family(ModelConfig(**model), 'phi3')[1]
+    assert written['max_position_embeddings'] == 32
+    scaling = written['rope_scaling']
+    # Without these keys, vLLM computes the factor from the two lengths, which are equal.
+    expected = own.get('attention_factor', math.sqrt(1 + math.log(4) / math.log(32)))
+    assert scaling['short_mscale'] == scaling['long_mscale'] == expected
+    with pytest.raises(ConfigError, match=r'long_mscale: 2.0: only the value of attention_factor'):
+        read_family(written | {'rope_scaling': scaling | {'long_mscale': 2.0}}, '')
+
+
 def test_a_scaling_that_phi_does_not_have_is_named() -> None:
     keys = json.loads((DATA / 'phi3' / 'config.json').read_text())
     with pytest.raises(ConfigError, match=r'rope_type: "llama3": only "default" and "longrope"'):

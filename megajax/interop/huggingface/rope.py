@@ -28,6 +28,8 @@ OPTIONAL = {
     'yarn': ('beta_fast', 'beta_slow', 'attention_factor', 'truncate'),
     'longrope': ('attention_factor',),
 }
+# vLLM's names of longrope's attention_factor, which it does not read.
+MSCALES = 'short_mscale', 'long_mscale'
 
 
 def read_rope(
@@ -77,6 +79,9 @@ def read_parameters(
     kind = given.get('rope_type', given.get('type', 'default'))
     is_known = isinstance(kind, str) and kind in REQUIRED
     wanted, optional = (REQUIRED[kind], OPTIONAL.get(kind, ())) if is_known else ({}, ())
+    if kind == 'longrope':
+        own = *own, *MSCALES
+        _check_mscales(read, key, given)
     for name in given.keys() - ROPE - {*own, *wanted.values(), *optional}:
         is_nested = isinstance(given[name], Mapping)
         why = 'only one rope for all layers is supported' if is_nested else 'is not supported'
@@ -127,6 +132,15 @@ def _check_length(read: Reader, key: str, given: Mapping[str, Any]) -> None:
         read.refuse(name, outside, f'differs from {where}: put the right one there, and omit this')
 
 
+def _check_mscales(read: Reader, key: str, given: Mapping[str, Any]) -> None:
+    """Reject a factor of the scores for vLLM that differs from the one for transformers."""
+    expected = given.get('attention_factor')
+    for name in MSCALES:
+        if (value := given.get(name, expected)) != expected:
+            where = f'attention_factor, {shorten(json.dumps(expected))},'
+            read.refuse(f'{key}.{name}', value, f'only the value of {where} is supported')
+
+
 def _growth(read: Reader, given: Mapping[str, Any]) -> float | None:
     """Return the factor by which longrope extends sequences; None if a length is not a number."""
     lengths = read.keys.get('max_position_embeddings'), given.get(LENGTH['original_max_seq_len'])
@@ -171,6 +185,9 @@ def write_scaling(model: ModelConfig) -> Keys | None:
         return None
     optional = {name: name for name in OPTIONAL.get(scaling.type, ())}
     wanted = {**REQUIRED[scaling.type], **optional}
-    return {'rope_type': scaling.type} | {
-        name: getattr(scaling, ours) for ours, name in wanted.items()
+    mscales = MSCALES if scaling.type == 'longrope' else ()
+    return {
+        'rope_type': scaling.type,
+        **{name: getattr(scaling, ours) for ours, name in wanted.items()},
+        **dict.fromkeys(mscales, scaling.attention_factor),
     }
