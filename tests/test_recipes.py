@@ -1,12 +1,13 @@
 """A recipe fits the GPUs that it names, and trains a small model as it trains the large one."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 from checkpoints import make_state
-from support import on_mesh, slow
+from support import ROOT, on_mesh, slow
 
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.search import memory_on, usable_memory
@@ -54,6 +55,15 @@ def test_a_recipe_fits_its_gpus(name: str) -> None:
     config = resolved(load(name), on_gpu=True)
     cluster = Cluster.of(hardware('h100'), config.mesh.num_devices)
     assert memory_on(config, cluster).total <= usable_memory(cluster)
+
+
+@pytest.mark.parametrize('name', recipes())
+def test_a_recipe_names_the_rotary_scaling_of_llama_3_1(name: str) -> None:
+    header = (ROOT / f'configs/{name}.yaml').read_text().partition('\nmodel:')[0]
+    found = re.search(r"(model\.rope_scaling)='(.*)'", header)
+    assert found
+    model = load(name, ['='.join(found.groups())]).model
+    assert model.rope_scaling == load('llama3_8b_128k').model.rope_scaling
 
 
 def imported(folder: Path, config: Config) -> Path:

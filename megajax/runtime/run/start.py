@@ -3,7 +3,7 @@
 import hashlib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,8 @@ HARMLESS = (
 )
 # The parts of a model that a run cannot add, by section.
 OF_IMAGES = {'vision': 'encoder of images', 'relevance': 'scorers of regions'}
-# Keys that change when the context is lengthened.
-ROTARY = ('model.max_seq_len', 'model.rope_theta', 'model.rope_scaling')
+# Keys of a model with rotary positions that change when the context is lengthened.
+ROTARY = ('max_seq_len', 'rope_theta', 'rope_scaling')
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,9 @@ def _check_same_model(
     start: Path, config: Config, source: str = f'the checkpoint of {START_FROM}'
 ) -> None:
     there = read_record(start)
-    different = config_differences(there, make_record(config, there.step))
+    here = make_record(config, there.step)
+    different = config_differences(there, here)
+    longer = {*_lengthened(different, here.config['model'])}
     if None not in (pair := different.get(EXPERTS, (None, None))):
         del different[EXPERTS]
         different |= differences(*({EXPERTS: experts} for experts in pair))
@@ -146,13 +148,12 @@ def _check_same_model(
                 f'{section}'
             )
             raise mistake(section, message, START_FROM)
-    free = HARMLESS + (ROTARY if config.model.position in ('rope', 'mrope') else ())
     problems = []
     for key, (old, new) in different.items():
         # Adapters that only the checkpoint has are merged into its weights; adapters that only the
         # run has are new.
-        is_free = key in free or (key.startswith('lora.') and None in (old, new))
-        if is_free or (key == 'model.layers' and _without_rotary(old) == _without_rotary(new)):
+        is_free = key in HARMLESS or (key.startswith('lora.') and None in (old, new))
+        if is_free or key in longer:
             logger.info('start      %s: %s -> %s', key, _text(old), _text(new))
         elif key.startswith(('model.', 'vision.', 'relevance.', 'lora.')):
             fix = typed(f'{key}={_text(old)}')
@@ -162,8 +163,41 @@ def _check_same_model(
         raise ConfigError(*problems)
 
 
-def _without_rotary(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: x for k, x in layer.items() if f'model.{k}' not in ROTARY} for layer in layers]
+def _lengthened(
+    different: Mapping[str, tuple[Any, Any]], model: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield the keys of a model whose differences only lengthen its context.
+
+    A shorter `max_seq_len` is one of them: it does not change the weights' meaning. A rotary key
+    that moves in the other direction does, as if the weights' own scaling were forgotten.
+    """
+    pairs = {key: different.get(f'model.{key}', (model[key], model[key])) for key in ROTARY}
+    if model['position'] in ('rope', 'mrope'):
+        yield from (f'model.{key}' for key, pair in pairs.items() if _lengthens(key, *pair))
+    old, new = different.get('model.layers', ((), ()))
+    if _without_rotary(old) == _without_rotary(new) and all(
+        _lengthens(key, before.get(key, pairs[key][0]), after.get(key, pairs[key][1]))
+        for before, after in zip(old, new, strict=True)
+        for key in ROTARY
+    ):
+        yield 'model.layers'
+
+
+def _lengthens(key: str, old: Any, new: Any) -> bool:
+    """Whether a rotary key keeps its value, or changes as it does for a longer context."""
+    if old == new or key == 'max_seq_len':
+        return True
+    if key == 'rope_theta':
+        return bool(new > old)
+    if old is None or new is None:  # of rope_scaling
+        return old is None
+    grows = {'factor', 'attention_factor'}  # the second follows from the first
+    is_same = all(new.get(name) == x for name, x in old.items() if name not in grows)
+    return is_same and new['factor'] > old['factor']
+
+
+def _without_rotary(layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: x for k, x in layer.items() if k not in ROTARY} for layer in layers]
 
 
 def _check_corpus(start: Path, config: Config) -> None:

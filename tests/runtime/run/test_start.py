@@ -2,8 +2,10 @@
 as they are.
 """
 
+import json
 import logging
 import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -184,6 +186,47 @@ def test_what_leaves_the_weights_their_meaning_may_differ_and_is_said(
         'start      model.max_seq_len: 64 -> 128',
         'start      model.rope_theta: 10000.0 -> 500000.0',
     ]
+
+
+def test_rotary_keys_may_lengthen_the_context_and_not_lose_the_scaling_of_the_weights(
+    tmp_path: Path,
+) -> None:
+    scaling = {'type': 'yarn', 'factor': 4.0, 'original_max_seq_len': 16}
+    layers = [{'rope_scaling': None}, {'rope_theta': 1e6}]
+    keys = ROTARY | {'rope_theta': 5e5, 'rope_scaling': scaling}
+    keys |= {'num_layers': 2, 'layers': layers}
+    old = tiny(model=keys)
+    with Checkpoints(tmp_path / 'source/checkpoints', old) as checkpoints:
+        checkpoints.save(make_state(old, 1), 1)
+
+    def start_with(**changed: Any) -> Path | None:
+        config = starting(tmp_path / 'source', model=keys | changed)
+        return find_start(config, tmp_path / 'new')
+
+    for longer in (
+        {'max_seq_len': 32},
+        {'rope_theta': 6e5, 'rope_scaling': scaling | {'factor': 8.0}},
+        {'layers': [{'rope_scaling': scaling}, {'rope_theta': 2e6}]},
+    ):
+        assert start_with(**longer)
+    for key, other in (
+        ('rope_theta', 1e4),
+        ('rope_scaling', None),
+        ('rope_scaling', {'type': 'linear', 'factor': 8.0}),
+        ('rope_scaling', scaling | {'factor': 2.0}),
+        ('rope_scaling', scaling | {'attention_factor': 1.0}),
+        ('rope_scaling', scaling | {'factor': 8.0, 'original_max_seq_len': 8}),
+        ('layers', [{'rope_scaling': None}, {'rope_theta': 1e5}]),
+        ('layers', [{'rope_scaling': None}, {}]),
+        ('layers', [{'rope_scaling': None}, {'rope_theta': 1e6, 'rope_scaling': None}]),
+    ):
+        with pytest.raises(ConfigError) as error:
+            start_with(**{key: other})
+        (line,) = str(error.value).splitlines()
+        (fix,) = shlex.split(line.rpartition('; set ')[2])
+        fixed, value = fix.split('=', 1)
+        assert fixed == f'model.{key}'
+        assert start_with(**{key: json.loads(value)}), line
 
 
 def test_how_tokens_are_routed_in_training_may_differ_and_the_experts_may_not(
