@@ -293,3 +293,16 @@ def test_the_encoders_heads_have_their_own_queries_keys_and_values() -> None:
     np.testing.assert_array_equal(patch, kernel.reshape(24, 3, 2, 16).transpose(1, 2, 3, 0))
     fc1 = there['model.visual.deepstack_merger_list.1.linear_fc1.weight']
     np.testing.assert_array_equal(up[1], fc1.T)
+
+
+def test_tying_inside_text_config_alone_is_refused_because_releases_of_transformers_differ() -> (
+    None
+):
+    keys = config_json(text_config={'tie_word_embeddings': True})
+    assert read_family(keys | {'tie_word_embeddings': True}, '')[1]['tie_embeddings'] is True
+    assert read_family(keys, '')[1]['tie_embeddings'] is False
+    del keys['tie_word_embeddings']
+    with pytest.raises(ConfigError, match=r'text_config: tie_word_embeddings: true: .* put it out'):
+        read_family(keys, '')
+    del keys['text_config']['tie_word_embeddings']
+    assert read_family(keys, '')[1]['tie_embeddings'] is False

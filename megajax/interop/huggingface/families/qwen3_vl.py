@@ -81,9 +81,10 @@ def _read_config(read: Reader) -> Keys:
         read.get(key, None)
     model = llama.read_config(text, own=_own, head_dim=128, rope=_read_mrope)
     # Tying is a setting of the whole model; in released models, both objects have the same value.
-    model['tie_embeddings'] = read.take(
-        'tie_word_embeddings', 'model.tie_embeddings', model['tie_embeddings']
-    )
+    if model['tie_embeddings'] and 'tie_word_embeddings' not in read.keys:
+        why = 'transformers 5 ignores it and transformers 4 does not; put it outside text_config'
+        text.refuse('tie_word_embeddings', True, why)
+    model['tie_embeddings'] = read.take('tie_word_embeddings', 'model.tie_embeddings', False)
     return {
         **model,
         'position': 'mrope',
