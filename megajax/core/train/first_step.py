@@ -1,6 +1,7 @@
 """The first step of a run in fp16 or fp8, which finds the initial scales.
 
-In fp8 the first batch gives the scale of every operand. In fp16 it gives the loss scale. The first
+In fp8 the first batch gives the scale of every operand; later batches give the scales that it could
+not give. In fp16 the first batch gives the loss scale. The first
 gradient to overflow is not the gradient of a logit, whose maximum is known, but one that grows
 during backpropagation. A norm divides by the standard deviation of its input, so the embedding's
 gradients are the gradients of the first norm's output, divided by the embedding's small numbers.
@@ -11,10 +12,12 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
+from jax.stages import Wrapped
 
 from megajax.core.config import Config
 from megajax.core.train.feed import Batch
 from megajax.core.train.loss_scale import HYSTERESIS, MARGIN, SMALLEST
+from megajax.core.train.scaling import are_all_finite, has_scale
 from megajax.core.train.step import Metrics, TrainState, make_calibration
 
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
@@ -46,10 +49,52 @@ def take_first_step(
 
 
 def with_scales(config: Config, state: TrainState, batch: Batch) -> TrainState:
-    """Return the state with fp8 scales computed from a batch, unless it already has scales."""
-    if state.recent is None or jax.device_get(state.recent).any():
-        return state
-    return state._replace(recent=make_calibration(config)(state.params, state.step, batch))
+    """Return the state with fp8 scales, computed from a batch, for operands that have none.
+
+    An operand that is zero in the whole batch gets no scale, and no operand gets one if any of them
+    is not finite; call the function again with a later batch.
+    """
+    return Calibration(config, 0).scaled(1, state, batch)
+
+
+class Calibration:
+    """The fp8 scales of a run, computed in steps after `step` until every operand has one.
+
+    A small number without a scale is rounded to zero, so no later step would measure it.
+    """
+
+    def __init__(self, config: Config, step: int):
+        self._config = config
+        self._calibrate: Wrapped | None = None
+        self.rewind(step)
+
+    def rewind(self, step: int) -> None:
+        """Check the scales in the step after `step`, for example after a rollback."""
+        self._start = step
+        self._next = step + 1 if self._config.train.has_delayed_scales else None
+
+    def is_due(self, step: int) -> bool:
+        """Whether scales may be computed before a step."""
+        return step == self._next
+
+    def scaled(self, step: int, state: TrainState, batch: Batch) -> TrainState:
+        """Return the state before a step with the scales that its batch gives."""
+        if state.recent is None or not self.is_due(step):
+            return state
+        recent = jax.device_get(state.recent)
+        if has_scale(recent).all():
+            self._next = None
+            return state
+        if self._calibrate is None:
+            self._calibrate = make_calibration(self._config)
+        found = jax.device_get(self._calibrate(state.params, state.step, batch))
+        if not are_all_finite(found):
+            self._next = step + 1
+            return state
+        new = np.where(has_scale(recent)[..., None], recent, found)
+        # Some operands may be zero in every batch, so the pass is not repeated in each step.
+        self._next = None if has_scale(new).all() else step + (step - self._start)
+        return state._replace(recent=jax.device_put(new, state.recent.sharding))
 
 
 def _with_scale(state: TrainState, value: float) -> TrainState:

@@ -52,6 +52,16 @@ def scales_of(recent: jax.Array) -> jax.Array:
     return jnp.where(is_recent.any(-1), scales, 1)  # an operand that was all zeros is not scaled
 
 
+def has_scale(recent: np.ndarray) -> np.ndarray:
+    """Return whether each operand [layer, linear, operand] of a state has a recent exponent."""
+    return np.asarray(recent.any(-1))
+
+
+def are_all_finite(recent: np.ndarray) -> bool:
+    """Whether every operand in the recent steps of a state was finite."""
+    return not recent[..., -1].any()
+
+
 def remember(recent: jax.Array, places: jax.Array) -> jax.Array:
     """Return the state after a step with these `places`, the indices of its largest exponents."""
     is_seen = jax.nn.one_hot(places, fp8.NUM_EXPONENTS) > 0

@@ -5,7 +5,7 @@ import logging
 import jax
 
 from megajax.core.config import Config, StopRequested
-from megajax.core.train.first_step import take_first_step, with_scales
+from megajax.core.train.first_step import Calibration, take_first_step
 from megajax.core.train.guard import respond
 from megajax.core.train.step import Metrics, TrainState, before_skipped
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
@@ -59,6 +59,7 @@ class Trainer:
         self.checkpoints, self.stop, self.watchdog = checkpoints, stop, watchdog
         self.step = self._saved = int(state.step)
         self._first = self.step + 1  # the first step also connects the devices
+        self._calibration = Calibration(config, self.step)
         self.summary, self.clock, self.profiler = summary, summary.clock, profiler
         self._skipped = self.step - int(state.guard.taken)
         self._between_steps = BetweenSteps(self.clock)
@@ -227,10 +228,9 @@ class Trainer:
             start = self._begin('data_wait', 'data')
             with noting_end(previous) as ends:
                 batch = next(self._batches)
-            kind = 'first step' if step == self._first else 'step'
+            kind = 'first step' if step == self._first or self._calibration.is_due(step) else 'step'
             after_batch = self._begin('productive', f'step {step}', kind)
-            if step == self._first:
-                self.state = with_scales(self.config, self.state, batch)
+            self.state = self._calibration.scaled(step, self.state, batch)
             replayed = self.clock.seconds('replay')
             self.state, metrics = self._run_step(step, batch)
             replay = self.clock.seconds('replay') - replayed
@@ -244,6 +244,7 @@ class Trainer:
         return not (
             step == self._first
             or step == self.config.train.steps
+            or self._calibration.is_due(step + 1)
             or step % self.config.train.eval_every == 0
             or self._due is not None
             or (self.state.loss_scale is not None and is_searching_scale)
@@ -320,6 +321,7 @@ class Trainer:
         self._ahead = self._failure = self._due = None
         self.state = self._rollbacks.restore(self.step, step, batches)
         self.step = self._saved = self.summary.step = step
+        self._calibration.rewind(step)
         self._skipped = step - int(self.state.guard.taken)
         self.metrics.rewind(step)
         self.sampler.rewind(step)

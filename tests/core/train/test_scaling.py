@@ -4,6 +4,7 @@ import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -29,7 +30,7 @@ from support import (
 from megajax.core.config import Config
 from megajax.core.model import fp8
 from megajax.core.train.feed import place_batch
-from megajax.core.train.first_step import with_scales
+from megajax.core.train.first_step import Calibration, with_scales
 from megajax.core.train.gradients import make_gradients
 from megajax.core.train.scaling import WINDOW, linears, nothing_seen, remember, scales_of
 from megajax.core.train.step import TrainState, make_train_step
@@ -264,6 +265,49 @@ def test_a_scale_of_zeros_is_one() -> None:
 def started(config: Config) -> TrainState:
     """The state of a run after its first batch has given its scales."""
     return with_scales(config, random_state(config), place_batch(make_batch(config)))
+
+
+@functools.cache
+def calibrated_by(*masks: float) -> tuple[list[int | None], np.ndarray]:
+    """The scales of a run whose batches have these masks, and the steps that then may set some."""
+    config, due = ONE.config, list[int | None]()
+    with on_mesh(config):
+        state, calibration = random_state(config), Calibration(config, 0)
+        for step, mask in enumerate(masks, 1):
+            batch = place_batch(make_batch(config))
+            batch['loss_mask'] = batch['loss_mask'] * mask
+            state = calibration.scaled(step, state, batch)
+            due.append(next((x for x in range(99) if calibration.is_due(x)), None))
+        return due, np.asarray(state.recent)
+
+
+def test_a_first_batch_that_is_not_finite_gives_no_scale_and_the_next_one_does() -> None:
+    due, recent = calibrated_by(np.nan, np.nan, 1.0)
+    assert due == [2, 3, None]
+    np.testing.assert_array_equal(recent, calibrated_by(1.0)[1])
+
+
+def test_an_operand_of_zeros_gets_its_scale_from_a_later_batch() -> None:
+    due, zeros = calibrated_by(0.0, 0.0, 0.0)
+    assert due == [2, 4, 4]
+    has_scale = zeros.any(-1)
+    assert has_scale[..., [fp8.X, fp8.W]].all()
+    assert not has_scale[..., fp8.DY].any()
+    due, recent = calibrated_by(0.0, 1.0)
+    assert due == [2, None]
+    np.testing.assert_array_equal(recent, calibrated_by(1.0)[1])
+
+
+def test_after_a_rollback_the_scales_are_checked_again() -> None:
+    config, state = ONE.config, SimpleNamespace(recent=np.ones((2, 4, 3, fp8.NUM_EXPONENTS)))
+    calibration = Calibration(config, 4)
+    assert calibration.scaled(5, state, {}) is state
+    assert not any(map(calibration.is_due, range(9)))
+    calibration.rewind(2)
+    assert [step for step in range(9) if calibration.is_due(step)] == [3]
+    in_bf16 = Calibration(ONE._replace(dtype='bfloat16').config, 4)
+    in_bf16.rewind(2)
+    assert not any(map(in_bf16.is_due, range(9)))
 
 
 @pytest.mark.slow

@@ -17,6 +17,9 @@ from runs import steps
 from support import on_mesh, write_run
 
 from megajax.core.config import Config, NumericError, load
+from megajax.core.train.first_step import Calibration
+from megajax.core.train.scaling import are_all_finite, has_scale
+from megajax.core.train.step import init_state
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
 from megajax.runtime.checkpoint.record import read_record
 from megajax.runtime.data import Batches
@@ -145,6 +148,43 @@ def test_a_run_that_gets_to_no_other_checkpoint_ends(
         start(*range(4, 5 + ROLLBACKS))
     assert capsys.readouterr().out.count('is rolled back to step') == ROLLBACKS
     assert steps(tmp_path / 'run') == [3, 4]
+
+
+@pytest.mark.slow
+def test_in_fp8_the_batch_after_a_first_one_that_is_not_finite_gives_the_scales(
+    start: Any, tmp_path: Path
+) -> None:
+    text = CONFIG.replace('dtype: float32', 'dtype: fp8').replace(': rollback', ': skip')
+    (tmp_path / 'small.yaml').write_text(text)
+    start(0)
+    config = load(tmp_path / 'small.yaml')
+    with on_mesh(config), Checkpoints(tmp_path / 'run/checkpoints', config) as checkpoints:
+        recent = np.asarray(checkpoints.restore(8).recent)
+    assert has_scale(recent).all()
+    assert are_all_finite(recent)
+
+
+@pytest.mark.slow
+def test_in_fp8_a_rollback_to_a_state_without_scales_sets_them(
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / 'small.yaml').write_text(CONFIG.replace('dtype: float32', 'dtype: fp8'))
+    config, whole, set_before = load(tmp_path / 'small.yaml'), Calibration.scaled, list[int]()
+
+    def scaled(calibration: Calibration, step: int, state: Any, batch: Any) -> Any:
+        new = whole(calibration, step, state, batch)
+        if new is not state:
+            set_before.append(step)
+        return new
+
+    with on_mesh(config), Checkpoints(tmp_path / 'run/checkpoints', config) as checkpoints:
+        for step in (2, 4):
+            checkpoints.save(init_state(config)._replace(step=jnp.int32(step)), step)
+            checkpoints.wait()
+    monkeypatch.setattr(Calibration, 'scaled', scaled)
+    monkeypatch.setattr(Checkpoints, 'newest_verified', lambda _: 2)  # step 4 is damaged
+    start(0)
+    assert set_before == [3]
 
 
 def test_a_batch_that_is_refused_is_not_read_again(start: Any) -> None:
