@@ -94,7 +94,7 @@ class ExpertsConfig(Section):
         assert self.capacity is not None
         # in floats, 1.1 * 100 / 10 would be rounded up to 12
         share = Fraction(str(self.capacity)) * group * self.active / self.count
-        return math.ceil(share)
+        return min(math.ceil(share), group)  # a token chooses an expert at most once
 
 
 def of_experts(config: 'Config') -> Iterator[Problem]:

@@ -66,9 +66,10 @@ def test_experts_divide_the_data_shards_of_a_replica() -> None:
 
 
 @pytest.mark.parametrize(
-    ('capacity', 'group', 'slots'), [(1.1, 100, 11), (1.25, 100, 13), (2.0, 64, 13), (1e-3, 8, 1)]
+    ('capacity', 'group', 'slots'),
+    [(1.1, 100, 11), (1.25, 100, 13), (2.0, 64, 13), (1e-3, 8, 1), (125.0, 64, 64)],
 )
 def test_a_capacity_is_an_exact_decimal_rounded_up(capacity: float, group: int, slots: int) -> None:
-    """In floats, 1.1 * 100 / 10 is more than 11."""
+    """In floats, 1.1 * 100 / 10 is more than 11. No expert gets a token twice."""
     experts = ExpertsConfig(count=10, active=1, ffn_size=64, capacity=capacity)
     assert experts.slots(group) == slots
