@@ -116,6 +116,10 @@ def of_model(config: 'Config') -> Iterator[Problem]:
     if not experts.selection_bias:
         without, needed = f'{path}.selection_bias=false', f'{path}.selection_bias=true'
         yield from _unused(experts, f'{path}.bias_rate', without, needed)
+    elif config.lora is not None:
+        yield from _unused(experts, f'{path}.bias_rate', 'lora')
+    elif config.vision is not None and 'decoder' in config.vision.freeze:
+        yield from _unused(experts, f'{path}.bias_rate', 'vision.freeze=[decoder]')
     if not experts.balance_loss:
         without, needed = f'{path}.balance_loss=0', f'{path}.balance_loss=0.01'
         yield from _unused(experts, f'{path}.balance_over', without, needed)
@@ -143,11 +147,15 @@ def of_vision(config: 'Config') -> Iterator[Problem]:
         yield Unused('vision.freeze', message, others=('lora',))
 
 
-def _unused(section: Section, path: str, setting: str, needed: str) -> Iterator[Problem]:
+def _unused(
+    section: Section, path: str, setting: str, needed: str | None = None
+) -> Iterator[Problem]:
     """Yield a problem if a key differs from its default; `needed` would give it an effect."""
     name = path.rpartition('.')[2]
     value = getattr(section, name)
     if value != type(section).model_fields[name].default:
         shown = list(value) if isinstance(value, tuple) else value
-        message = f'{shorten(str(shown))} has no effect with {setting}; remove it, or set {needed}'
+        message = f'{shorten(str(shown))} has no effect with {setting}; remove it'
+        if needed is not None:
+            message += f', or set {needed}'
         yield Unused(path, message, others=(re.split('[=,]', setting)[0],))

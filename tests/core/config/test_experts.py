@@ -7,6 +7,8 @@ from megajax.core.config.experts import ExpertsConfig
 
 EXPERTS = 'model.experts={count: 8, active: 2, ffn_size: 64%s}'
 
+OF_OUT = ['lora.rank=4', 'lora.targets=[out]']
+
 
 @pytest.mark.parametrize(
     ('overrides', 'said'),
@@ -32,6 +34,10 @@ EXPERTS = 'model.experts={count: 8, active: 2, ffn_size: 64%s}'
             'remove it, or set model.experts.selection_bias=true',
         ),
         (
+            [EXPERTS % ', selection_bias: true, bias_rate: 0.01', *OF_OUT],
+            'model.experts.bias_rate: 0.01 has no effect with lora; remove it',
+        ),
+        (
             [EXPERTS % ', balance_over: sequence'],
             'model.experts.balance_over: sequence has no effect with model.experts.balance_loss=0; '
             'remove it, or set model.experts.balance_loss=0.01',
@@ -45,6 +51,16 @@ def test_a_mistake_is_rejected_with_the_key_and_a_fix(overrides: list[str], said
     with pytest.raises(ConfigError) as error:
         load('tiny', overrides)
     assert said in str(error.value)
+
+
+def test_the_rate_of_a_frozen_selection_bias_is_rejected() -> None:
+    without = EXPERTS % ', selection_bias: true'
+    with_rate, freeze = EXPERTS % ', selection_bias: true, bias_rate: 0.01', 'vision.freeze='
+    with pytest.raises(ConfigError, match=r'bias_rate: 0.01 .* vision.freeze=\[decoder\]; remove'):
+        load('tiny_vlm', [with_rate, freeze + '[decoder]'])
+    assert load('tiny_vlm', [with_rate, freeze + '[encoder]']).model.experts
+    assert load('tiny_vlm', [without, freeze + '[decoder]']).model.experts
+    assert load('tiny', [without, *OF_OUT]).model.experts
 
 
 def test_the_layers_between_cross_attention_layers_are_alike() -> None:
