@@ -112,6 +112,20 @@ def test_what_pefts_tensors_add_is_what_the_weights_have_more(family: str, tmp_p
     assert all(not x.any() for x in added.values())
 
 
+@pytest.mark.parametrize(('target', 'end'), [('out', 'attention.output'), ('down', 'output')])
+def test_the_names_of_adapted_modules_select_no_others(
+    target: str, end: str, tmp_path: Path
+) -> None:
+    """In a BERT, `output.dense` ends the names of two modules of a layer."""
+    config = tuned('bert', tmp_path / 'import')
+    config = config.model_copy(update={'lora': LORA.model_copy(update={'targets': (target,)})})
+    export_adapters(save(tmp_path / 'run', config), tmp_path / 'alone')
+    settings = json.loads((tmp_path / 'alone/adapter_config.json').read_text())
+    layers = range(config.model.num_layers)
+    expected = {f'bert.encoder.layer.{i}.{end}.dense' for i in layers}
+    assert {*settings['target_modules']} == expected
+
+
 @pytest.mark.parametrize('family', FAMILIES)
 def test_peft_computes_with_them_what_the_merged_weights_compute(
     family: str, tmp_path: Path

@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ def export_adapters(
         from safetensors.numpy import save
 
         with new_folder(out) as partial:
-            modules = sorted({_module(tensor) for tensor in tensors})
+            modules = _target_modules(tensors, checkpoint, FAMILIES[name])
             (partial / CONFIG).write_text(
                 json.dumps(_settings(config, modules, base, name), indent=2) + '\n'
             )
@@ -122,9 +122,34 @@ def _settings(config: Config, modules: list[str], base: str | None, family: str)
     }
 
 
-def _module(tensor: str) -> str:
-    """Return the part of a tensor's name that is the same in all layers: `self_attn.q_proj`."""
-    return '.'.join(tensor.split('.')[-4:-2])
+def _target_modules(tensors: Iterable[str], checkpoint: Path, family: Family) -> list[str]:
+    """Return names that select the modules of PEFT's tensors, and no others.
+
+    A name selects each module that ends in it: `self_attn.q_proj` selects those of all layers. The
+    whole name of a module is returned if its end is also the end of another linear layer.
+    """
+    adapted = {f'{linear}.weight' for linear in _adapted(checkpoint)}
+    others = {
+        _end(there.name.removesuffix('.weight'))
+        for path, parts in family.tensors.items()
+        if path not in adapted
+        for there in parts
+    }
+    modules = {tensor.removeprefix(PREFIX).rsplit('.lora_', 1)[0] for tensor in tensors}
+    return sorted({name if _end(name) in others else _end(name) for name in modules})
+
+
+def _end(module: str) -> str:
+    """Return the part of a module's name that is the same in all layers."""
+    return '.'.join(module.split('.')[-2:])
+
+
+def _adapted(checkpoint: Path) -> list[str]:
+    """Return the names of the linear layers that have an adapter."""
+    from megajax.runtime.checkpoint.compare import parameter_shapes
+
+    paths = parameter_shapes(checkpoint)
+    return [path.removesuffix('.adapter.A') for path in paths if path.endswith('.adapter.A')]
 
 
 def _tensors(checkpoint: Path, config: Config, family: Family) -> Iterator[tuple[str, np.ndarray]]:
@@ -132,14 +157,11 @@ def _tensors(checkpoint: Path, config: Config, family: Family) -> Iterator[tuple
 
     Modules that are one matmul in megajax, such as queries, keys and values, have the same A.
     """
-    from megajax.runtime.checkpoint.compare import parameter_shapes, read_parameter
+    from megajax.runtime.checkpoint.compare import read_parameter
 
     whole = {part: name for name, parts in family.joined.items() for part in parts}
     dims = dims_here(config.model)
-    for path in parameter_shapes(checkpoint):
-        linear, is_a, _ = path.partition('.adapter.A')
-        if not is_a:
-            continue
+    for linear in _adapted(checkpoint):
         a, b = (read_parameter(checkpoint, f'{linear}.adapter.{which}') for which in 'AB')
         of_modules = defaultdict[str, list[list[np.ndarray]]](list)
         for there in family.tensors[f'{linear}.weight']:
