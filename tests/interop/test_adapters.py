@@ -210,6 +210,19 @@ def test_an_import_begins_without_adapters(tmp_path: Path) -> None:
     assert not (tmp_path / 'import').exists()
 
 
+def test_peft_is_told_of_no_task_that_it_has_no_class_for(tmp_path: Path) -> None:
+    """AutoModelForCausalLM has no class for a model with images, and none with BERT's two heads."""
+    overrides = ['train.dtype=float32', 'vision.max_patches=16']
+    import_huggingface(DATA.parent / 'qwen3_vl', tmp_path / 'import', overrides)
+    config = load(tmp_path / 'import/config.yaml').model_copy(update={'lora': LORA})
+    export_adapters(save(tmp_path / 'run', config), tmp_path / 'alone')
+    settings = json.loads((tmp_path / 'alone/adapter_config.json').read_text())
+    assert settings['task_type'] is None
+    assert {*settings['target_modules']} == OF_LLAMA
+    names = load_file(tmp_path / 'alone/adapter_model.safetensors')
+    assert all('.language_model.layers.' in name for name in names)
+
+
 def test_a_model_without_adapters_has_none_to_export(tmp_path: Path) -> None:
     import_huggingface(DATA / 'llama3', tmp_path / 'import')
     with pytest.raises(ConfigError, match='trained without lora and has no adapters'):

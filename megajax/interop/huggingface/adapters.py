@@ -109,8 +109,8 @@ def _settings(config: Config, modules: list[str], base: str | None, family: str)
     assert config.lora is not None
     return {
         'peft_type': 'LORA',
-        # PEFT has no type for a model with BERT's two heads, and then needs none.
-        'task_type': None if config.model.is_bert else 'CAUSAL_LM',
+        # PEFT has no type for a model with BERT's two heads or with images, and then needs none.
+        'task_type': None if config.model.is_bert or FAMILIES[family].sees else 'CAUSAL_LM',
         'base_model_name_or_path': base,
         'inference_mode': True,
         'r': config.lora.rank,
