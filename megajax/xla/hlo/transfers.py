@@ -13,6 +13,8 @@ KINDS = (
 )  # fmt: skip
 _KIND = re.compile(rf'({"|".join(sorted(KINDS, key=len, reverse=True))})(-start)?')
 _END = re.compile(rf'({"|".join(KINDS)})-(update|done)')
+# libtpu writes a collective between slices as a transfer from and to the host.
+_BETWEEN_SLICES = '"xla_megascale_runtime"'
 
 
 class Sent(NamedTuple):
@@ -26,12 +28,14 @@ class Sent(NamedTuple):
 def kind_of(instruction: Instruction) -> str | None:
     """Return the kind of collective that an instruction is or starts; None for other instructions.
 
-    Raises HloError for an unknown kind of collective.
+    Raises HloError for an unknown kind of collective, and for a transfer between slices of TPUs.
     """
     if match := _KIND.fullmatch(instruction.opcode):
         return match[1]
     opcode = instruction.opcode
     is_other = opcode.startswith(KINDS) and not _END.fullmatch(opcode)
+    if opcode == 'send' and _BETWEEN_SLICES in instruction.attributes:
+        raise HloError(f'a transfer between slices, which is not supported: {instruction.line}')
     if is_other or (opcode == 'send' and 'is_host_transfer=true' not in instruction.attributes):
         raise HloError(f'a collective that is not understood: {instruction.line}')
     return None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megajax.xla.hlo.collectives import collectives
+from megajax.xla.hlo.collectives import Collective, collectives
 from megajax.xla.hlo.cycles import estimated_cycles
 from megajax.xla.hlo.errors import HloError
 from megajax.xla.hlo.products import flops
@@ -124,3 +124,24 @@ condition=%condition, body=%body
 }}
 """
     assert estimated_cycles(Program(text)) == 5 * 100
+
+
+def test_a_sum_between_slices_is_an_error_and_a_send_to_the_host_is_none() -> None:
+    def sent(handler: str) -> list[Collective]:
+        own = f'frontend_attributes={{_xla_host_transfer_handler_name="{handler}",'
+        text = f"""{HEADER}
+
+ENTRY %main (p: f32[8]) -> f32[8] {{
+  %p = f32[8]{{0:T(128)}} parameter(0)
+  %t = token[] after-all()
+  %send.1 = (f32[8]{{0:T(128)}}, u32[]{{:S(2)}}, token[]) send(%p, %t), channel_id=5, \
+is_host_transfer=true, {own}_xla_megascale_transfer_type="ALL_REDUCE"}}
+  %done = token[] send-done(%send.1), channel_id=5, is_host_transfer=true
+  ROOT %n = f32[8]{{0:T(128)}} negate(%p)
+}}
+"""
+        return collectives(Program(text), {'dcn': 2})
+
+    assert sent('xla_ffi_callback') == []
+    with pytest.raises(HloError, match=r'between slices, .* not supported: %send.1 = '):
+        sent('xla_megascale_runtime')
