@@ -126,7 +126,9 @@ def known_miscompiles(program: Any) -> list[str]:
     well is left out if the installed compiler does not have the bug. If that is unknown, the line
     says so.
     """
-    text = program if isinstance(program, str) else program.as_text()
+    from megajax.xla.emulate.last_module import with_elements
+
+    text = with_elements(program) if isinstance(program, str) else program.as_text()
     return _known_miscompiles(text, 'cpu')
 
 
@@ -146,9 +148,10 @@ def gathered_experts(program: Any) -> list[str]:
     the rows that they multiply: an all-to-all sends each row there and back.
     """
     from megajax.analysis.inspect.expert_gathers import expert_gathers
+    from megajax.xla.emulate.last_module import with_elements
     from megajax.xla.hlo.program import Program
 
-    text = program if isinstance(program, str) else program.as_text()
+    text = with_elements(program) if isinstance(program, str) else program.as_text()
     return expert_gathers(Program(text))
 
 

@@ -21,6 +21,7 @@ from megajax.xla.hlo.errors import HloError
 _READ_CACHE = 'xla_gpu_enable_llvm_module_compilation_parallelism'
 _LAST = '*_gpu_after_optimizations.txt'
 _NO_CACHE = b'\xff'  # no serialized protocol buffer begins like this
+_ELEMENT = re.compile(r'%[\w.\-]+#\d')
 
 
 def last_module(compile_with: Callable[[dict[str, Any]], Any], options: Mapping[str, Any]) -> str:
@@ -69,10 +70,27 @@ def dumped(path: Path) -> str:
 
     Raises HloError if XLA cannot read it.
     """
+    return _rewritten(path.read_text(), path.name)
+
+
+def with_elements(text: str) -> str:
+    """Return the text of a program with a line for each element of a tuple that it uses.
+
+    Raises HloError if elements are without a line and the installed XLA cannot read the text.
+    """
+    if not _ELEMENT.search(text):
+        return text
     try:
-        return full_text(hlo.hlo_module_from_text(readable(path.read_text())))
+        return _rewritten(text, 'the text')
+    except HloError as error:
+        raise HloError(f'{error} use the version of jax that wrote the text') from error
+
+
+def _rewritten(text: str, name: str) -> str:
+    try:
+        return full_text(hlo.hlo_module_from_text(readable(text)))
     except jax.errors.JaxRuntimeError as error:
-        raise HloError(f'XLA cannot read {path.name}: {str(error).splitlines()[0]}') from error
+        raise HloError(f'XLA cannot read {name}: {str(error).splitlines()[0]}') from error
 
 
 def readable(text: str) -> str:

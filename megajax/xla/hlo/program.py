@@ -294,7 +294,7 @@ def _instruction(line: str) -> Instruction:
     stop = _closing(rest, start, line)
     inputs = rest[start + 1 : stop]
     is_leaf = opcode in (' constant', ' parameter')
-    operands = () if is_leaf else tuple(re.findall(r'%([\w.\-]+)', inputs))
+    operands = () if is_leaf else tuple(re.findall(r'%([\w.\-]+(?:#\d+)?)', inputs))
     if inputs and not operands and not is_leaf:
         raise HloError(f'operands that are not understood: {line.strip()}')
     return Instruction(

@@ -72,6 +72,7 @@ def test_an_instruction_keeps_the_text_of_its_result_and_between_its_brackets():
             ' negate(%q)',
             'q, which main does not have: %one = f32[8,16]{1,0} negate(%q)',
         ),
+        (' negate(%p)', ' negate(%p#1)', 'p#1, which main does not have: %one = f32[8,16]'),
         (
             ' negate(%p)',
             ' fusion(%p), calls=%fused',
