@@ -43,6 +43,7 @@ def check_collectives(
     axes = {'+'.join(_axes(name, sizes)): Counter(counts) for name, counts in expected.items()}
     allowed = {_axes(name, sizes): _allowed(name, pairs, sizes) for name, pairs in declared.items()}
     program = Program(program_text(compiled_program(function, args, mesh)), trip_count=trip_count)
+    check_mesh(program, sizes)
     executed = [collective for collective in collectives(program, sizes) if collective.times]
     if faults := [*_faulty_permutes(executed, allowed, prod(sizes.values()))]:
         head = 'the compiled function has permutes that lose data or differ from their declaration'
@@ -61,8 +62,19 @@ def prepared(
     """
     if isinstance(function, jax.stages.Lowered | jax.stages.Compiled):
         function = compiled_program(function, args, mesh)
-        return function, (), _mesh(mesh, function.input_shardings) or _current_mesh()
+        shardings = function.input_shardings, function.output_shardings
+        return function, (), _mesh(mesh, shardings) or _current_mesh()
     return function, args, _mesh(mesh, args) or _current_mesh()
+
+
+def check_mesh(program: Program, mesh: Mapping[str, int]) -> None:
+    """Raise ValueError unless a program of several devices has as many as its mesh."""
+    size = prod(mesh.values())
+    if program.num_devices not in (1, size):
+        raise ValueError(
+            f'the mesh {dict(mesh)} has {size} devices, but the program is compiled for '
+            f'{program.num_devices}: give the mesh that it was compiled for'
+        )
 
 
 def check_trip_count(count: Any) -> None:

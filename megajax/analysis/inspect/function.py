@@ -9,7 +9,7 @@ from pydantic import Field
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from megajax.analysis.inspect.check import check_trip_count, compiled_program, prepared
+from megajax.analysis.inspect.check import check_mesh, check_trip_count, compiled_program, prepared
 from megajax.analysis.inspect.report import transfers_cell
 from megajax.analysis.inspect.result import Transfer
 from megajax.base.render.console import as_html, as_text, open_table
@@ -88,7 +88,7 @@ def inspect_function(
     arguments. `trip_count` is the number of steps of loops whose length XLA does not know; without
     it, one that communicates is an error. If the data decides which branch runs, the branch that
     sends the most, or else has the most FLOPs, counts each time. Raises ValueError for a function
-    or a target that cannot be compiled, and without a mesh.
+    or a target that cannot be compiled, without a mesh, and for a mesh of a different size.
     """
     check_trip_count(trip_count)
     if target == 'cpu':
@@ -100,6 +100,7 @@ def inspect_function(
 
         text, sizes = gpu_text(function, args, target=target, mesh=mesh)
     program = Program(text, trip_count=trip_count)
+    check_mesh(program, sizes)
     return FunctionInspection(
         target=target,
         mesh=sizes,

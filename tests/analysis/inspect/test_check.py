@@ -201,6 +201,17 @@ def test_it_takes_what_is_lowered_or_compiled_with_the_mesh_of_its_arguments():
             assert_collectives(program, 1.0)
     other = jax.make_mesh((8,), ('x',))
     assert_collectives(lowered, mesh=other, x={'all-reduce': 1})
+    for size in (4, 16):
+        given = jax.sharding.AbstractMesh((size,), ('x',))
+        with pytest.raises(ValueError, match=rf"'x': {size}.* has {size} devices, .* for 8: give"):
+            assert_collectives(lowered, mesh=given)
+
+
+def test_a_program_without_arrays_as_arguments_has_the_mesh_of_its_results():
+    mesh = jax.make_mesh((8,), ('data',), axis_types=(AxisType.Auto,))
+    sharding = jax.NamedSharding(mesh, jax.P('data'))
+    compiled = jax.jit(lambda: jnp.arange(8.0), out_shardings=sharding).lower().compile()
+    assert_collectives(compiled, data={})
 
 
 @pytest.mark.parametrize('function', [3, 'mlp', None])
