@@ -14,6 +14,7 @@ from megajax.analysis.inspect.result import Finding, Inspection, Row, Transfer
 LEAST = 1e-3  # share of a step: parts that change by less are omitted
 LARGE = 10  # a ratio that is easier to read than a percentage
 _LINE = re.compile(r'\.py:\d+')
+_OF_THE_STEP = 'matmuls run twice', 'matmuls rematerialized'  # at most one for a step
 
 
 class Change(NamedTuple):
@@ -58,7 +59,8 @@ class Difference(NamedTuple):
     `sent` has the bytes of all collectives, and `rows` has the collectives that differ, the largest
     change of bytes first. `totals` has the numbers of the whole step, and `memory` has the memory
     at the peak, by use. `parts` and `arrays` list only what differs by more than LEAST of the
-    total. Arrays and findings are matched by file, not by line, because lines move.
+    total. Arrays and findings are matched by file, not by line, because lines move. The numbers of a
+    known miscompile, of repeated matmuls and of an exceeded limit can also differ.
     """
 
     keys: list[tuple[str, str, str]]  # keys of the config, with both values
@@ -94,18 +96,29 @@ def difference(before: Inspection, after: Inspection) -> Difference:
 
 
 def _only_in(own: Sequence[Finding], others: Sequence[Finding]) -> Iterator[Finding]:
-    """Yield the findings that the others lack, even with other line numbers: lines move."""
-    moved = Counter(_without_lines(each) for each in others if each not in own)
+    """Yield the findings that the others lack: those of the same rule at the same place match."""
+    moved = Counter(_identity(each) for each in others if each not in own)
     for each in own:
         if each not in others:
-            if moved[_without_lines(each)]:
-                moved[_without_lines(each)] -= 1
+            if moved[_identity(each)]:
+                moved[_identity(each)] -= 1
             else:
                 yield each
 
 
-def _without_lines(finding: Finding) -> Finding:
-    return finding.model_copy(update={'message': _LINE.sub('.py', finding.message)})
+def _identity(finding: Finding) -> tuple[str, str, str]:
+    """Return the level, rule and place of a finding, without what moves with another change.
+
+    Lines move, XLA numbers its instructions anew, and a step over a limit can become faster.
+    """
+    message = _LINE.sub('.py', finding.message)
+    if finding.rule.startswith('miscompiled: '):  # instruction at path (source): description
+        message = message.partition(' at ')[2].partition('): ')[0]
+    elif finding.rule == 'over budget':
+        message = message.split()[0]
+    elif finding.rule in _OF_THE_STEP:
+        message = ''
+    return finding.level, finding.rule, message
 
 
 def _changed_rows(before: Inspection, after: Inspection) -> Iterator[ChangedRow]:

@@ -11,14 +11,20 @@ from typer.testing import CliRunner
 import megajax
 from megajax.analysis.inspect import Inspection
 from megajax.analysis.inspect.audit import audit
+from megajax.analysis.inspect.budget import Budget, over_budget
 from megajax.analysis.inspect.compile import compile_for
 from megajax.analysis.inspect.diff import Change, difference
 from megajax.analysis.inspect.diff_markdown import MOST, to_markdown
-from megajax.analysis.inspect.result import Compared, Finding, Kernel, StepRun
+from megajax.analysis.inspect.products import products_run_twice
+from megajax.analysis.inspect.result import Compared, Finding, Kernel, Products, StepRun
 from megajax.commands.main import app
+from megajax.xla.hlo.program import Program
+from megajax.xla.miscompiles import Sighting
+from megajax.xla.miscompiles.double_matmul import DOUBLE_MATMUL
 
 SMALL = 'model.num_layers=1', 'model.vocab_size=300', 'train.batch_size=8', 'mesh.data=1'
 DIFF = 'inspect', 'diff'
+EMPTY = Program('ENTRY %main () -> () {\n  ROOT %nothing = () tuple()\n}')
 
 
 def inspect(*overrides: str) -> Inspection:
@@ -79,6 +85,34 @@ def test_a_finding_whose_line_moved_is_neither_new_nor_gone(one) -> None:
     assert twice.new == found(27).findings
     other = difference(found(26), found(26, size=16))
     assert (other.new, other.gone) == (found(26, size=16).findings, found(26).findings)
+
+
+def test_an_old_error_whose_numbers_moved_is_neither_new_nor_gone(one) -> None:
+    def found(number: int, *, layer: str = 'mlp') -> Inspection:
+        sighting = Sighting(
+            entry=DOUBLE_MATMUL,
+            instruction=f'fusion.{number}',
+            op_name=f'jit(step)/{layer}/dot_general',
+            source=f'core/model/mlp.py:{number} < step.py:9',
+            detail=f'{number} GFLOP',
+        )
+        busy = with_kernels(one, matmul=number)
+        computed = Products(expected=10**9, compiled=2 * 10**9 + number * 10**8, rematerialized=0)
+        rule = f'miscompiled: {sighting.entry.name}'
+        findings = [
+            Finding(level='error', rule=rule, message=f'{sighting}'),
+            *over_budget(busy, Budget(milliseconds=1, launches=0)),
+            *products_run_twice(megajax.load('tiny'), EMPTY, computed),
+        ]
+        assert len(findings) == 4
+        return one.model_copy(update={'findings': findings})
+
+    moved = difference(found(26), found(25))
+    assert (moved.new, moved.gone) == ([], [])
+    other = difference(found(26), found(26, layer='attention'))
+    assert [len(other.new), len(other.gone)] == [1, 1]
+    few = found(26).model_copy(update={'findings': found(26).findings[:2]})
+    assert difference(few, found(25)).new == found(25).findings[2:]
 
 
 def test_an_infinite_or_undefined_error_of_a_run_is_read_as_it_was_written(one, tmp_path) -> None:
