@@ -59,8 +59,8 @@ class Difference(NamedTuple):
     `sent` has the bytes of all collectives, and `rows` has the collectives that differ, the largest
     change of bytes first. `totals` has the numbers of the whole step, and `memory` has the memory
     at the peak, by use. `parts` and `arrays` list only what differs by more than LEAST of the
-    total. Arrays and findings are matched by file, not by line, because lines move. The numbers of a
-    known miscompile, of repeated matmuls and of an exceeded limit can also differ.
+    total. Arrays and findings are matched by file, not by line, because lines move. The numbers of
+    a known miscompile, of repeated matmuls and of an exceeded limit can also differ.
     """
 
     keys: list[tuple[str, str, str]]  # keys of the config, with both values
