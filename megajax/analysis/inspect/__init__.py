@@ -101,8 +101,9 @@ def assert_collectives(
     `jax.ShapeDtypeStruct`s with shardings; or, without `args`, a `jax.stages.Lowered` or
     `Compiled`. The mesh is `mesh`, or the mesh of the arguments, or the current mesh. Each keyword
     is a mesh axis, or several joined by `_and_`, with counts of arrays per run by kind:
-    `model={'all-reduce': 2}`. Scalars are not counted. If the data decides which branch runs, the
-    branch that sends the most is counted each time.
+    `model={'all-reduce': 2}`. Scalars are not counted; an array with one element on each device is
+    none. If the data decides which branch runs, the branch that sends the most is counted each
+    time.
 
     `trip_count` is the number of steps of loops whose length XLA does not know; without it, such a
     loop is an error if it communicates.

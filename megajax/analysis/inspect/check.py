@@ -48,7 +48,7 @@ def check_collectives(
     if faults := [*_faulty_permutes(executed, allowed, prod(sizes.values()))]:
         head = 'the compiled function has permutes that lose data or differ from their declaration'
         raise AssertionError('\n'.join([head, *faults]))
-    arrays = [collective for collective in executed if not collective.is_scalar]
+    arrays = [collective for collective in executed if not collective.is_scalar_in_whole]
     _check_counts(axes, [collective for collective in arrays if collective.axes])
 
 

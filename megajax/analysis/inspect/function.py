@@ -123,7 +123,7 @@ def _transfers(program: Program, mesh: Mapping[str, int]) -> list[FunctionTransf
     """Return the collectives that run and send an array to another device; scalars do not count."""
     groups = defaultdict[tuple[Any, ...], list[int]](list)
     for each in collectives(program, mesh):
-        if each.times and each.axes and not each.is_scalar:
+        if each.times and each.axes and not each.is_scalar_in_whole:
             key = each.axis, each.kind, each.whole, each.wire_bytes, each.at_most
             groups[(*key, each.op_name, each.source)].append(each.times)
     found = [

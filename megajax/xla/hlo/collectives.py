@@ -65,8 +65,18 @@ class Collective:
 
     @property
     def is_scalar(self) -> bool:
-        """Whether the array is a single number."""
+        """Whether a device's array is a single number."""
         return not self.operand.dims
+
+    @property
+    def is_scalar_in_whole(self) -> bool:
+        """Whether the array is a single number even before it is split or after it is joined.
+
+        An array of which each device has one element is none.
+        """
+        if self.kind == 'collective-permute':
+            return not self.operand.shape
+        return not self.whole.dims
 
 
 def collectives(program: Program, mesh: Mapping[str, int]) -> list[Collective]:

@@ -8,6 +8,7 @@ import pytest
 from inspect_collectives import arguments_of_mlp
 from jax.sharding import AxisType
 
+import megajax
 from megajax.analysis.inspect import assert_collectives
 
 EXPLICIT = (AxisType.Explicit,) * 2
@@ -329,6 +330,19 @@ def test_a_permute_over_two_axes_is_declared_by_both(mesh):
 def test_a_declaration_that_cannot_be_is_an_error_before_anything_compiles(mesh, declared, message):
     with pytest.raises(ValueError, match=message):
         assert_collectives(None, *arguments_of_mlp(mesh), permutes=declared)
+
+
+def test_an_array_with_one_element_on_each_device_is_counted_and_a_scalar_is_not(mesh):
+    def send(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        gathered = jax.lax.all_gather(jax.lax.ppermute(x, 'data', [(0, 1), (1, 0)]), 'model')
+        return jnp.sin(gathered), jax.lax.psum(x.sum(), 'model')
+
+    whole = jax.P(('data', 'model'))
+    x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jax.NamedSharding(mesh, whole))
+    function = jax.shard_map(send, in_specs=whole, out_specs=jax.P(), check_vma=False)
+    counts = {'data': {'collective-permute': 1}, 'model': {'all-gather': 1}}
+    assert_collectives(function, x, **counts)
+    assert megajax.inspect(function, x, mesh=mesh).counts() == counts
 
 
 def test_a_gather_and_an_exchange_are_one_each(mesh):
