@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from megajax.xla.emulate.arguments import (
     AnyMesh,
     context,
+    of_jax,
     on_devices,
     one_shape,
     simulated_mesh,
@@ -60,6 +61,7 @@ def prepared(
     A Lowered is compiled here, because only the compiled program has its shardings. Raises
     ValueError if there is no mesh.
     """
+    function = of_jax(function)
     if isinstance(function, jax.stages.Lowered | jax.stages.Compiled):
         function = compiled_program(function, args, mesh)
         shardings = function.input_shardings, function.output_shardings
@@ -113,7 +115,7 @@ def compiled_program(
         with context(args, mesh):
             placed = on_devices(args, simulated_mesh(args, mesh))
             compiled = function.lower(*placed).compile()
-    compiled = getattr(compiled, 'compiled', compiled)  # equinox wraps jax's Compiled
+    compiled = of_jax(compiled)
     if not isinstance(compiled, jax.stages.Compiled):
         raise ValueError(
             'assert_collectives takes a function, a jitted one (jax.jit, equinox.filter_jit: '

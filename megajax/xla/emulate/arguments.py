@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.stages import Compiled, Lowered, Traced
 
 _DRAWN = ' (only floating-point numbers are drawn at random)'
+_STAGES = Traced, Lowered, Compiled
 AnyMesh = Mesh | AbstractMesh
 
 
@@ -67,6 +69,15 @@ def context(args: tuple[Any, ...], mesh: AnyMesh | None) -> AbstractContextManag
     devices_mesh = simulated_mesh(args, mesh)
     is_needed = devices_mesh is not None and (mesh is not None or not have_devices)
     return jax.set_mesh(devices_mesh) if is_needed else nullcontext()
+
+
+def of_jax(stage: Any) -> Any:
+    """Return jax's own Traced, Lowered or Compiled, which Flax and Equinox wrap.
+
+    Anything else is returned as it is.
+    """
+    wrapped = (getattr(stage, name, None) for name in ('traced', 'lowered', 'compiled'))
+    return next((each for each in wrapped if isinstance(each, _STAGES)), stage)
 
 
 def on_devices(args: tuple[Any, ...], mesh: Mesh | None) -> tuple[Any, ...]:

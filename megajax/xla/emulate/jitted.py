@@ -25,6 +25,7 @@ from megajax.xla.emulate.arguments import (
     context,
     cpu_devices,
     of_arrays,
+    of_jax,
     on_devices,
     simulated_mesh,
     values,
@@ -86,6 +87,8 @@ def run(
     devices_mesh = simulated_mesh(args, mesh)
     with context(args, mesh):
         traced = function.trace(*on_devices(args, devices_mesh))
+    if not isinstance(traced, Traced):
+        raise _not_traceable(fn)
     step = _Step(traced, args, target, exact, compiler_options or {}, seed)
     expected, compared_with = step.expected(args, reference)
     limit = step.default_limit if limit is None else limit
@@ -125,7 +128,7 @@ def gpu_text(
     if devices_mesh is None:
         raise ValueError('no mesh: place the arguments on one, call jax.set_mesh or give mesh=')
     with context(args, mesh):
-        traced = function.trace(*on_devices(args, devices_mesh))
+        traced = of_jax(function.trace(*on_devices(args, devices_mesh)))
     count = num_devices(traced)
     hosts = num_hosts(count)
     gpus = gpu_devices(target, hosts=hosts, per_host=count // hosts)
@@ -140,7 +143,11 @@ def _traceable(fn: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         return fn, args
     if isinstance(fn, types.FunctionType | types.MethodType | functools.partial):
         return jax.jit(fn), args
-    raise TypeError(
+    raise _not_traceable(fn)
+
+
+def _not_traceable(fn: Any) -> TypeError:
+    return TypeError(
         f'a {type(fn).__name__} cannot be traced: pass a function of arrays, plain or from jax.jit '
         '(nnx: of the arrays from nnx.split)'
     )

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from inspect_collectives import arguments_of_mlp
 from jax.sharding import AxisType
 
@@ -177,3 +178,32 @@ def test_the_target_of_a_compiled_program_is_that_of_its_devices() -> None:
     x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P('data')))
     compiled = jax.jit(jnp.sum).lower(x).compile(WITHOUT_GPU)
     assert megajax.inspect(compiled).target == 'a100'
+
+
+def of_flax() -> tuple[Any, nnx.Linear, jax.Array]:
+    """A function of a Flax module and an array, on a mesh."""
+    mesh = jax.make_mesh((2, 4), ('data', 'model'), axis_types=(AxisType.Auto,) * 2)
+    model = nnx.Linear(16, 16, use_bias=False, rngs=nnx.Rngs(0))
+    on_mesh = jax.NamedSharding(mesh, jax.P('model'))
+    model.kernel[...] = jax.device_put(model.kernel[...], on_mesh)
+    x = jax.device_put(jnp.ones((8, 16)), jax.NamedSharding(mesh, jax.P('data', 'model')))
+    return nnx.jit(lambda model, x: model(x)), model, x
+
+
+def test_a_function_of_a_flax_module_is_inspected_in_each_of_its_stages() -> None:
+    function, model, x = of_flax()
+    lowered = function.lower(model, x)
+    counts = {'model': {'all-reduce': 1}}
+    for program in (lowered, lowered.compile()):
+        assert megajax.inspect(program).counts() == counts
+        megajax.inspect.assert_collectives(program, **counts)
+    assert megajax.inspect(function, model, x).counts() == counts
+
+
+@pytest.mark.skipif(not has_compiler(), reason="needs XLA's GPU compiler: the extra gpu-compile")
+def test_a_function_of_a_flax_module_is_compiled_for_a_gpu() -> None:
+    function, model, x = of_flax()
+    found = megajax.inspect(function, model, x, target='h100')
+    assert found.counts() == {'model': {'all-reduce': 1}}
+    with pytest.raises(TypeError, match=r'cannot be traced: .* nnx\.split'):
+        megajax.inspect.run(function, model, x)
