@@ -11,6 +11,8 @@ from jax.sharding import NamedSharding
 from megajax.xla.emulate.arguments import (
     AnyMesh,
     context,
+    is_of_equinox,
+    of_arrays,
     of_jax,
     on_devices,
     one_shape,
@@ -66,6 +68,8 @@ def prepared(
         function = compiled_program(function, args, mesh)
         shardings = function.input_shardings, function.output_shardings
         return function, (), _mesh(mesh, shardings) or _current_mesh()
+    if is_of_equinox(function):
+        function, args = of_arrays(function, args)
     return function, args, _mesh(mesh, args) or _current_mesh()
 
 

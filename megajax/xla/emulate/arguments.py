@@ -1,5 +1,6 @@
 """The arguments of a user's function: the mesh that they are on, and their values."""
 
+import types
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -93,18 +94,33 @@ def on_devices(args: tuple[Any, ...], mesh: Mesh | None) -> tuple[Any, ...]:
     return jax.tree.map(placed, args)
 
 
-def of_arrays(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
-    """Return a jitted function of the arrays in `args`, as `arrays_in` returns them.
+def is_of_equinox(function: Any) -> bool:
+    """Return whether a function is an Equinox module, or a method of one: it can own arrays."""
+    kinds = type(getattr(function, '__self__', function)).__mro__
+    return callable(function) and any(kind.__module__.split('.')[0] == 'equinox' for kind in kinds)
 
-    Their other leaves are constants, such as the activation functions of an Equinox module. It
-    returns the arrays in the results of `function`.
+
+def of_arrays(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    reference: Callable[..., Any] | None = None,
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return a jitted function of the arrays in `args` and in `function`, and these arrays.
+
+    Other leaves are constants, such as the activation functions of an Equinox module. It returns
+    the arrays in the results of `function`, or of `reference` if it is given.
     """
+    if isinstance(function, types.MethodType):
+        function = jax.tree_util.Partial(function.__func__, function.__self__)
+    leaves, structure = jax.tree.flatten(function)
 
     def call(*arrays: Any) -> Any:
         either = lambda leaf, array: leaf if array is None else array  # noqa: E731
-        return arrays_in(function(*jax.tree.map(either, args, arrays)))
+        *given, own = jax.tree.map(either, (*args, leaves), arrays)
+        called = reference or jax.tree.unflatten(structure, own)
+        return arrays_in(called(*given))
 
-    return jax.jit(call)
+    return jax.jit(call), arrays_in((*args, leaves))
 
 
 def arrays_in(tree: Any) -> Any:

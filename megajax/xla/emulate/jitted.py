@@ -21,9 +21,9 @@ from jax.stages import Traced
 from megajax.core.hardware.targets import GPUS, check_target, gpu_devices, num_hosts
 from megajax.xla.emulate.arguments import (
     AnyMesh,
-    arrays_in,
     context,
     cpu_devices,
+    is_of_equinox,
     of_arrays,
     of_jax,
     on_devices,
@@ -81,8 +81,8 @@ def run(
     if target not in GPUS:
         raise ValueError(f'target={target!r}: choose among {", ".join(GPUS)}')
     check_target(target)
-    if reference is not None and _is_of_equinox(fn):
-        reference = of_arrays(reference, args)
+    if reference is not None and is_of_equinox(fn):
+        reference, _ = of_arrays(fn, args, reference)
     function, args = _traceable(fn, args)
     devices_mesh = simulated_mesh(args, mesh)
     with context(args, mesh):
@@ -137,8 +137,8 @@ def gpu_text(
 
 def _traceable(fn: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     """Return the function with `.trace`, and its arguments; a plain function is jitted."""
-    if _is_of_equinox(fn):
-        return of_arrays(fn, args), arrays_in(args)
+    if is_of_equinox(fn):
+        return of_arrays(fn, args)
     if callable(fn) and hasattr(fn, 'trace'):
         return fn, args
     if isinstance(fn, types.FunctionType | types.MethodType | functools.partial):
@@ -151,11 +151,6 @@ def _not_traceable(fn: Any) -> TypeError:
         f'a {type(fn).__name__} cannot be traced: pass a function of arrays, plain or from jax.jit '
         '(nnx: of the arrays from nnx.split)'
     )
-
-
-def _is_of_equinox(fn: Any) -> bool:
-    """Return whether Equinox made the function (`eqx.filter_jit`): it takes more than arrays."""
-    return callable(fn) and type(fn).__module__.split('.')[0] == 'equinox'
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import megajax
 from megajax.core.config import ConfigError
 from megajax.core.hardware.targets import has_compiler
 from megajax.xla.emulate import jitted
-from megajax.xla.emulate.arguments import on_devices, simulated_mesh, values
+from megajax.xla.emulate.arguments import of_arrays, on_devices, simulated_mesh, values
 from megajax.xla.emulate.compare import difference, inexact
 from megajax.xla.emulate.one_device import CpuModule
 from megajax.xla.emulate.result import NOT_COVERED, GpuRun, Leaf
@@ -37,6 +37,16 @@ def test_a_function_with_constraints_runs_on_one_device_as_on_its_mesh():
     assert module.num_devices == 8
     for x, expected in zip(found, jax.tree.leaves(case.function(*case.args)), strict=True):
         np.testing.assert_allclose(x, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_arrays_that_a_function_owns_are_arguments_and_no_constants():
+    w, x = jnp.ones((4, 2)), np.ones((3, 4), np.float32)
+    owner = jax.tree_util.Partial(lambda w, x, power: (x @ w) ** power, w)
+    function, arrays = of_arrays(owner, (x, 2))
+    traced = function.trace(*arrays)
+    assert [each.shape for each in traced.jaxpr.in_avals] == [x.shape, w.shape]
+    assert not traced.jaxpr.consts
+    np.testing.assert_array_equal(function(*arrays), np.full((3, 2), 16))
 
 
 def test_explicit_placements_are_taken_out_too():

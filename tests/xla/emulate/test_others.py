@@ -5,6 +5,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from xla.emulate import others
 
@@ -48,6 +49,34 @@ def test_what_equinox_jits_is_run_with_its_modules_as_arguments():
     assert run.ok, run
     assert {leaf.name for leaf in run.leaves} == {'[0].layers[0].weight', '[1]'}
     assert megajax.inspect(step, model, x_BD, target='h100').sent_over('data') > 0
+
+
+def test_arrays_that_a_function_of_equinox_owns_are_arguments():
+    """A module that is jitted, and a method of one; a literal would need no all-gather."""
+    eqx = pytest.importorskip('equinox', reason='needs equinox')
+
+    class Model(eqx.Module):
+        weight: jax.Array
+
+        @eqx.filter_jit
+        def step(self, x_BD):
+            return jnp.tanh(x_BD @ self.weight)
+
+        def __call__(self, x_BD):
+            return jnp.tanh(x_BD @ self.weight)
+
+    mesh = others.mesh_of(data=8)
+    model, x_BD = Model(others.array(mesh, (64, 64), 'data')), np.ones((8, 64), np.float32)
+    counts = {'data': {'all-reduce': 1}}
+    for function in (eqx.filter_jit(model), model.step, model.__call__, model):
+        assert megajax.inspect(function, x_BD).counts() == counts
+    for function in (model.step, model):
+        assert megajax.inspect(function, x_BD, target='h100').counts() == counts
+    abstract = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=model.weight.sharding)
+    step = eqx.filter_jit(lambda model, x_BD: model(x_BD))
+    assert megajax.inspect(step, Model(abstract), x_BD).counts() == counts
+    run = megajax.inspect.run(model.step, x_BD, reference=lambda x_BD: model(x_BD))
+    assert run.ok, run
 
 
 def test_an_abstract_mesh_is_as_good_as_devices():
