@@ -18,6 +18,7 @@ from megajax.base.render.units import si
 from megajax.base.result import Result
 from megajax.xla.emulate.arguments import AnyMesh
 from megajax.xla.hlo.collectives import collectives
+from megajax.xla.hlo.errors import HloError
 from megajax.xla.hlo.products import products
 from megajax.xla.hlo.program import Program
 from megajax.xla.hlo.text import program_text
@@ -101,15 +102,27 @@ def inspect_function(
         text, sizes = gpu_text(function, args, target=target, mesh=mesh)
     program = Program(text, trip_count=trip_count)
     check_mesh(program, sizes)
+    try:
+        transfers = _transfers(program, sizes)
+    except HloError as error:
+        # The program may be wrong because of a flag that also makes it unreadable.
+        if not (known := _known_miscompiles(program, target)):
+            raise
+        lines = [f'{error}', *(f'known miscompile  {line}' for line in known)]
+        raise type(error)('\n'.join(lines)) from error
     return FunctionInspection(
         target=target,
         mesh=sizes,
         jax_version=jax.__version__,
-        transfers=_transfers(program, sizes),
+        transfers=transfers,
         matmul_flops=sum(product.flops * times for product, _, _, times in products(program)),
         unknown_loops=program.runs.unknown_loops,
-        known_miscompiles=[str(finding) for finding in confirmed(detect_in(program), target)],
+        known_miscompiles=_known_miscompiles(program, target),
     )
+
+
+def _known_miscompiles(program: Program, target: str) -> list[str]:
+    return [str(finding) for finding in confirmed(detect_in(program), target)]
 
 
 def _target(compiled: jax.stages.Compiled) -> str:

@@ -13,6 +13,10 @@ KINDS = (
 )  # fmt: skip
 _KIND = re.compile(rf'({"|".join(sorted(KINDS, key=len, reverse=True))})(-start)?')
 _END = re.compile(rf'({"|".join(KINDS)})-(update|done)')
+_SPLIT_BY = (
+    'xla_gpu_enable_pipelined_p2p or xla_gpu_experimental_pipeline_parallelism_opt_level, which is '
+    'not supported; remove the option'
+)
 # libtpu writes a collective between slices as a transfer from and to the host.
 _BETWEEN_SLICES = '"xla_megascale_runtime"'
 
@@ -36,7 +40,9 @@ def kind_of(instruction: Instruction) -> str | None:
     is_other = opcode.startswith(KINDS) and not _END.fullmatch(opcode)
     if opcode == 'send' and _BETWEEN_SLICES in instruction.attributes:
         raise HloError(f'a transfer between slices, which is not supported: {instruction.line}')
-    if is_other or (opcode == 'send' and 'is_host_transfer=true' not in instruction.attributes):
+    if opcode == 'send' and 'is_host_transfer=true' not in instruction.attributes:
+        raise HloError(f'a permute split by {_SPLIT_BY}: {instruction.line}')
+    if is_other:
         raise HloError(f'a collective that is not understood: {instruction.line}')
     return None
 

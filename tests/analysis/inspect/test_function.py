@@ -1,5 +1,6 @@
 """`megajax.inspect(function, *args)`: the collectives of a function without a config."""
 
+import re
 from typing import Any
 
 import jax
@@ -12,6 +13,9 @@ from jax.sharding import AxisType
 
 import megajax
 from megajax.core.hardware.targets import WITHOUT_GPU, gpu_devices, has_compiler
+from megajax.xla.hlo.errors import HloError
+from megajax.xla.miscompiles import ask
+from megajax.xla.miscompiles.split_cycles import SPLIT_CYCLES
 
 EXPLICIT = (AxisType.Explicit,) * 2
 STEPS = 3
@@ -207,3 +211,15 @@ def test_a_function_of_a_flax_module_is_compiled_for_a_gpu() -> None:
     assert found.counts() == {'model': {'all-reduce': 1}}
     with pytest.raises(TypeError, match=r'cannot be traced: .* nnx\.split'):
         megajax.inspect.run(function, model, x)
+
+
+@pytest.mark.skipif(not has_compiler(), reason="needs XLA's GPU compiler: the extra gpu-compile")
+def test_a_program_that_cannot_be_read_shows_its_known_miscompiles() -> None:
+    if not ask(SPLIT_CYCLES, 'h100').is_faulty:
+        pytest.skip('this XLA does not split cycles')
+    repro = SPLIT_CYCLES.repro
+    lowered = repro.lower(gpu_devices('h100', hosts=1, per_host=repro.num_devices))
+    with pytest.raises(HloError) as raised:
+        megajax.inspect(lowered.compile(WITHOUT_GPU | repro.options))
+    assert re.search(r'remove the option: .* send\(', f'{raised.value}')
+    assert re.search(rf'\nknown miscompile  .*{SPLIT_CYCLES.source}', f'{raised.value}')

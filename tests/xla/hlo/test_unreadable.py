@@ -102,7 +102,7 @@ def test_an_instruction_keeps_the_text_of_its_result_and_between_its_brackets():
             ' all-gather-v2-start(',
             'ROOT %sent = f32[8,16]{1,0} all-gather-v2-start(%one)',
         ),
-        (' all-reduce(', ' send(', 'ROOT %sent = f32[8,16]{1,0} send(%one)'),
+        (' all-reduce(', ' send(', 'remove the option: ROOT %sent = f32[8,16]{1,0} send(%one)'),
         (
             'ENTRY %main (p: f32[8,16]) -> f32[8,16] {',
             'ENTRY %main (p: f32[8,16]) {',
