@@ -19,7 +19,7 @@ from megajax.base.result import Result
 from megajax.xla.emulate.arguments import AnyMesh
 from megajax.xla.hlo.collectives import collectives
 from megajax.xla.hlo.errors import HloError
-from megajax.xla.hlo.products import products
+from megajax.xla.hlo.products import products, uncounted_calls
 from megajax.xla.hlo.program import Program
 from megajax.xla.hlo.text import program_text
 from megajax.xla.miscompiles import confirmed, detect_in
@@ -46,6 +46,10 @@ class FunctionInspection(Result):
     unknown_loops: list[str] = Field(
         default_factory=list,
         description='loops with matmuls, of unknown length, which count as one step',
+    )
+    uncounted_calls: list[str] = Field(
+        default_factory=list,
+        description='kernels and library calls whose matmuls and bytes are unknown and not counted',
     )
     known_miscompiles: list[str]
 
@@ -117,6 +121,7 @@ def inspect_function(
         transfers=transfers,
         matmul_flops=sum(product.flops * times for product, _, _, times in products(program)),
         unknown_loops=program.runs.unknown_loops,
+        uncounted_calls=[f'{times} x {call}' for call, times in uncounted_calls(program).items()],
         known_miscompiles=_known_miscompiles(program, target),
     )
 
@@ -200,5 +205,6 @@ def _tables(found: FunctionInspection) -> RenderableType:
             Text(f'unknown loop  counts as one step, give a trip_count: {place}')
             for place in found.unknown_loops
         ),
+        *(Text(f'not counted  {call}') for call in found.uncounted_calls),
         *(Text(f'known miscompile  {line}') for line in found.known_miscompiles),
     )

@@ -1,6 +1,7 @@
 """List the matmuls of a compiled program: dots, convolutions, and library and kernel calls."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from math import prod
 from typing import NamedTuple, TypeVar
@@ -10,6 +11,14 @@ from megajax.xla.hlo.convolutions import multiplications, of_cudnn
 from megajax.xla.hlo.program import Array, Computation, Instruction, Program
 
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
+# Custom calls, and the beginnings of others, that neither multiply nor send to another device.
+_HARMLESS = frozenset({
+    'AllocateBuffer', 'AssumeGatherIndicesInBound', 'ConcatBitcast', 'InspectSharding',
+    'LayoutConstraint', 'MoveToDevice', 'MoveToHost', 'PadToStatic', 'PartialReduce',
+    'ResizeDynamicSize', 'SPMDFullToShardShape', 'SPMDShardToFullShape', 'Sharding',
+    'SliceToDynamic', 'TopK', '__gpu$TopK', 'annotate_device_placement', 'cu_threefry2x32_ffi',
+})  # fmt: skip
+_HARMLESS_KINDS = ('xla_ffi_python_', 'xla_python_', '__cub$', '__cudnn$norm')
 Number = TypeVar('Number', int, float)
 
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[=:] ?[{\[]([^}\]]*)[}\]]')
@@ -71,6 +80,23 @@ def target_of(instruction: Instruction) -> str:
     """Return the name of the function that a custom call calls; empty for other instructions."""
     match = _TARGET.search(instruction.attributes) if instruction.opcode == 'custom-call' else None
     return match[1] if match else ''
+
+
+def uncounted_calls(program: Program) -> dict[str, int]:
+    """Return how often each custom call runs that may compute or send something, by its place.
+
+    Such calls are library functions and kernels other than matmuls and attention.
+    """
+    calls = Counter[str]()
+    for computation in program.computations.values():
+        for instruction in computation.instructions:
+            target = target_of(instruction)
+            is_harmless = target in _HARMLESS or target.startswith(_HARMLESS_KINDS)
+            if target and not is_harmless and product_of(computation, instruction) is None:
+                source = program.source(instruction).split(' < ')[0]
+                place = source or instruction.op_name or instruction.name
+                calls[f'{target} at {place}'] += program.times[computation.name]
+    return dict(+calls)
 
 
 def _first(instruction: Instruction) -> Array:

@@ -112,6 +112,15 @@ def test_only_the_matmuls_that_run_count(function, trip_count, times, unknown) -
     assert all(f'{__file__}:' in place for place in found.unknown_loops)
 
 
+def test_a_call_whose_work_is_unknown_is_shown() -> None:
+    mesh = jax.make_mesh((1,), ('data',), axis_types=(AxisType.Auto,))
+    found = megajax.inspect(
+        lambda x: jnp.linalg.cholesky(x), np.eye(8, dtype=np.float32), mesh=mesh
+    )
+    assert [each.split(' at ')[0] for each in found.uncounted_calls] == ['1 x lapack_spotrf_ffi']
+    assert 'not counted  1 x lapack_spotrf_ffi at ' in str(found)
+
+
 def test_a_line_of_an_installed_package_is_named_from_its_package_on(mesh) -> None:
     library: dict[str, Any] = {'jnp': jnp, 'P': jax.P}
     code = (

@@ -5,7 +5,7 @@ and attention.
 import pytest
 
 from megajax.xla.hlo.errors import HloError
-from megajax.xla.hlo.products import Product, product_of
+from megajax.xla.hlo.products import Product, product_of, uncounted_calls
 from megajax.xla.hlo.program import Program
 
 INPUT, FILTER, OUTPUT = 'f32[4,33,33,8]', 'f32[16,3,3,8]', 'f32[4,16,16,16]'
@@ -81,3 +81,41 @@ def test_attention_multiplies_twice_and_its_gradient_five_times(precision, direc
     config = 'backend_config={"intermediate_tensor_shape":{"dimensions":["1","2","16","16"]}}'
     product = read(f'{array} {call}, {config}', array, array, array)
     assert product.flops == matmuls * 2 * (2 * 16 * 16) * 8
+
+
+def test_calls_that_may_multiply_or_send_are_listed_with_their_runs():
+    dims = '"lhs_contracting_dimensions":["1"],"lhs_batch_dimensions":[]'
+    calls = {
+        'Sharding': '',
+        '__cublas$lt$matmul': f', backend_config={{{dims}}}',
+        'te_fused_attn_forward_ffi': ', metadata={op_name="jit(f)/attn"}',
+        'tpu_custom_call': '',
+        'xla_ffi_python_cpu_callback': '',
+    }
+    body = '\n  '.join(
+        f'{"ROOT " * (target == "xla_ffi_python_cpu_callback")}%c{i} = f32[8,8] '
+        f'custom-call(%{f"c{i - 1}" if i else "p"}), custom_call_target="{target}"{attributes}'
+        for i, (target, attributes) in enumerate(calls.items())
+    )
+    program = Program(f"""HloModule f
+
+%body (p: f32[8,8]) -> f32[8,8] {{
+  %p = f32[8,8] parameter(0)
+  {body}
+}}
+
+%condition (q: f32[8,8]) -> pred[] {{
+  %q = f32[8,8] parameter(0)
+  ROOT %true = pred[] constant(true)
+}}
+
+ENTRY %main (x: f32[8,8]) -> f32[8,8] {{
+  %x = f32[8,8] parameter(0)
+  ROOT %loop = f32[8,8] while(%x), condition=%condition, body=%body, \
+backend_config={{"known_trip_count":{{"n":"3"}}}}
+}}
+""")
+    assert uncounted_calls(program) == {
+        'te_fused_attn_forward_ffi at jit(f)/attn': 3,
+        'tpu_custom_call at c3': 3,
+    }
