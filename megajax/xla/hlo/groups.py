@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from itertools import combinations, pairwise
 from math import prod
 
@@ -48,21 +49,25 @@ def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
     The result is empty if each group is a single device. Raises HloError for a device that the mesh
     does not have.
     """
-    devices = np.arange(prod(mesh.values())).reshape([*mesh.values()])
+    return _axes_of(groups, tuple(mesh.items()))
+
+
+# The arrays of one instruction have the same groups, and so do many instructions.
+@lru_cache(maxsize=256)
+def _axes_of(groups: Groups, mesh: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
+    names = [name for name, size in mesh if size > 1]
+    shape = [size for _, size in mesh if size > 1]
+    devices = np.arange(prod(shape)).reshape(shape)
     if not {device for group in groups for device in group} <= {*range(devices.size)}:
         raise HloError(f'groups {groups} name devices that the mesh {dict(mesh)} does not have')
-    names = [*mesh]
     for count in range(len(names) + 1):
-        for chosen in combinations(names, count):
-            along = (
-                np.moveaxis(devices, [names.index(name) for name in chosen], range(-count, 0))
-                if count
-                else devices
-            )
-            rows = along.reshape(-1, prod(mesh[name] for name in chosen))
-            row_of = {int(device): index for index, row in enumerate(rows) for device in row}
-            if all(len({row_of[device] for device in group}) == 1 for group in groups):
-                return chosen
+        for chosen in combinations(range(len(names)), count):
+            along = np.moveaxis(devices, chosen, range(-count, 0)) if count else devices
+            rows = along.reshape(-1, prod(shape[dim] for dim in chosen))
+            row_of = np.empty(devices.size, np.int64)
+            row_of[rows] = np.arange(len(rows))[:, None]
+            if all(len({*row_of[[*group]].tolist()}) <= 1 for group in groups):
+                return tuple(names[dim] for dim in chosen)
     raise AssertionError('all axes together span all devices')
 
 

@@ -165,7 +165,7 @@ def destination(
                 if not passes_on and has_path and not adds:
                     first = first or user.op_name
         if products:  # the text is in the order of the schedule
-            return next(products[name] for name in computation.by_name if name in products)
+            return products[min(products, key=computation.place_of.__getitem__)]
         ahead = behind
     return product or first
 

@@ -106,8 +106,7 @@ class Instruction:
     @property
     def trip_count(self) -> int | None:
         """The number of steps of a while loop; None if the compiler does not know it."""
-        match = _TRIP_COUNT.search(self.attributes)
-        if match:
+        if match := _TRIP_COUNT.search(self.attributes):
             return int(match[1])
         return 0 if self.is_skipped else self.steps
 
@@ -130,6 +129,11 @@ class Computation:
         return {instruction.name: instruction for instruction in self.instructions}
 
     @cached_property
+    def place_of(self) -> dict[str, int]:
+        """The index of each instruction in the order in which they run, by its name."""
+        return {each.name: index for index, each in enumerate(self.instructions)}
+
+    @cached_property
     def users(self) -> dict[str, list[Instruction]]:
         """The instructions that read each instruction, by its name."""
         users = defaultdict(list)
@@ -141,8 +145,7 @@ class Computation:
     @cached_property
     def parameters(self) -> dict[int, Instruction]:
         """The parameters by number."""
-        parameters = (each for each in self.instructions if each.opcode == 'parameter')
-        return {int(parameter.inputs): parameter for parameter in parameters}
+        return {int(each.inputs): each for each in self.instructions if each.opcode == 'parameter'}
 
     @property
     def root(self) -> Instruction:
@@ -153,18 +156,15 @@ class Computation:
         """Raise HloError if a root, an operand, a parameter number or a called name is missing."""
         if not any(instruction.is_root for instruction in self.instructions):
             raise HloError(f'the computation {self.name} has no ROOT')
-        for instruction in self.instructions:
-            if missing := [name for name in instruction.operands if name not in self.by_name]:
+        for each in self.instructions:
+            if missing := [name for name in each.operands if name not in self.by_name]:
                 raise HloError(
-                    f'{instruction.name} reads {missing[0]}, which {self.name} does not have: '
-                    f'{instruction.line}'
+                    f'{each.name} reads {missing[0]}, which {self.name} does not have: {each.line}'
                 )
-            if instruction.opcode == 'parameter' and not instruction.inputs.isdecimal():
-                raise HloError(f'{instruction.name} has no number: {instruction.line}')
-            if len(instruction.called) < _CALLS.get(instruction.opcode, 0):
-                raise HloError(
-                    f'{instruction.name} does not name what it calls: {instruction.line}'
-                )
+            if each.opcode == 'parameter' and not each.inputs.isdecimal():
+                raise HloError(f'{each.name} has no number: {each.line}')
+            if len(each.called) < _CALLS.get(each.opcode, 0):
+                raise HloError(f'{each.name} does not name what it calls: {each.line}')
 
 
 class Program:

@@ -48,12 +48,19 @@ def span(program: Program, computation: Computation, start: Instruction) -> Span
             home, first = caller, instruction
     if not first.opcode.endswith('-start') or '"is_sync":true' in first.attributes:
         return None
-    order = home.instructions
-    readers = (i for i, instruction in enumerate(order) if first.name in instruction.operands)
-    end = next((i for i in readers if order[i].opcode.endswith('-done')), None)
-    if end is None:
-        raise HloError(f'no end of {first.name}: {first.line}')
-    return Span(home, order.index(first), end)
+    end = _end_of(home, first)
+    return Span(home, home.place_of[first.name], home.place_of[end.name])
+
+
+def _end_of(home: Computation, start: Instruction) -> Instruction:
+    """Return the instruction that ends a collective, directly or after updates of it."""
+    ahead: Instruction | None = start
+    while ahead:
+        readers = home.users.get(ahead.name, [])
+        if done := next((each for each in readers if each.opcode.endswith('-done')), None):
+            return done
+        ahead = next((each for each in readers if each.opcode.endswith('-update')), None)
+    raise HloError(f'no end of {start.name}: {start.line}')
 
 
 def hidden_seconds(

@@ -145,3 +145,12 @@ def test_groups_of_devices_that_the_mesh_does_not_have_raise():
 def test_groups_cross_hosts_where_one_has_devices_of_two(groups, per_host):
     widest = {DATA: 5, MODEL: 4, ALL: 8, PAIRS: 2}[groups]
     assert crosses_hosts(groups, per_host) == (widest > per_host)
+
+
+def test_axes_of_one_device_are_not_tried_and_each_groups_axes_are_found_once(monkeypatch):
+    mesh = {f'one_{i}': 1 for i in range(10)} | {'data': 8, 'fsdp': 8, 'model': 8}
+    tried, moveaxis = [], np.moveaxis
+    monkeypatch.setattr(np, 'moveaxis', lambda *given: tried.append(given) or moveaxis(*given))
+    for _ in range(300):
+        assert axes_of((tuple(range(512)),), mesh) == ('data', 'fsdp', 'model')
+    assert len(tried) == 2**3 - 1
