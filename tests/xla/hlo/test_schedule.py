@@ -46,6 +46,12 @@ def test_the_wire_has_served_what_started_before_a_transfer_that_is_done():
     assert counted == 2 * FLOPS
 
 
+def test_a_transfer_lasts_until_the_end_of_its_updates():
+    update = '%u = f32[8,16]{1,0} all-reduce-update(%t)'
+    end = done('t').replace('(%t)', '(%u)')
+    assert hidden(program(start('t'), product('one'), update, product('two'), end), t=5) == {'t': 2}
+
+
 def test_nothing_of_a_synchronous_transfer_is_hidden():
     synchronous = '%t = f32[8,16]{1,0} all-reduce(%p), replica_groups={}, to_apply=%add'
     assert hidden(program(synchronous, product('one')), t=1) == {'t': 0}
