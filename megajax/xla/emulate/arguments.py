@@ -88,7 +88,8 @@ def on_devices(args: tuple[Any, ...], mesh: Mesh | None) -> tuple[Any, ...]:
         if not (_is_on_a_mesh(leaf) and isinstance(leaf.sharding.mesh, AbstractMesh)):
             return leaf
         assert mesh is not None
-        sharding = NamedSharding(mesh, leaf.sharding.spec)
+        memory = leaf.sharding.memory_kind
+        sharding = NamedSharding(mesh, leaf.sharding.spec, memory_kind=memory)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree.map(placed, args)

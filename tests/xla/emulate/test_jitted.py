@@ -111,6 +111,8 @@ def test_an_abstract_mesh_becomes_simulated_devices_as_far_as_there_are():
     mesh = simulated_mesh((x,), None)
     assert (mesh.abstract_mesh.shape, mesh.axis_types) == (axes.shape, axes.axis_types)
     assert on_devices((x,), mesh)[0].sharding.mesh == mesh
+    on_host = x.update(sharding=x.sharding.with_memory_kind('pinned_host'))
+    assert on_devices((on_host,), mesh)[0].sharding.memory_kind == 'pinned_host'
     many = jax.sharding.AbstractMesh((16,), ('data',))
     with pytest.raises(ValueError, match=r"update\('jax_num_cpu_devices', 16\)"):
         simulated_mesh((others.abstract(many, (16,)),), None)
