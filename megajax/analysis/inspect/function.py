@@ -174,6 +174,7 @@ def _rows(found: FunctionInspection) -> list[tuple[tuple[str, str], Transfer]]:
             before = rows[key][1]
             for name in ('times', 'wire_bytes'):
                 sums[name] = getattr(before, name) + getattr(each.transfer, name)
+            sums['at_most'] = before.at_most or each.transfer.at_most
         rows[key] = place, each.transfer.model_copy(update=sums)
     return sorted(rows.values(), key=lambda row: -row[1].wire_bytes)
 

@@ -12,6 +12,8 @@ from inspect_collectives import arguments_of_mlp
 from jax.sharding import AxisType
 
 import megajax
+from megajax.analysis.inspect.function import FunctionInspection, FunctionTransfer
+from megajax.analysis.inspect.result import Transfer
 from megajax.core.hardware.targets import WITHOUT_GPU, gpu_devices, has_compiler
 from megajax.xla.hlo.errors import HloError
 from megajax.xla.miscompiles import ask
@@ -66,6 +68,30 @@ def test_equal_transfers_of_a_line_are_one_row_and_axes_of_one_device_are_not_sh
     assert len(found.transfers) == 2
     assert '2 AR f32[4,16]' in str(found)
     assert 'stage' not in str(found)
+
+
+@pytest.mark.parametrize('is_bound', [(True, False), (False, True), (False, False)])
+def test_a_row_is_an_upper_bound_if_one_of_its_transfers_is(is_bound) -> None:
+    transfers = [
+        FunctionTransfer(
+            axis='model',
+            transfer=Transfer(
+                kind='all-reduce', array='f32[8]', times=1, wire_bytes=size, at_most=at_most
+            ),
+            op_name='',
+            source='step.py:1',
+        )
+        for size, at_most in zip((32, 16), is_bound, strict=True)
+    ]
+    found = FunctionInspection(
+        target='cpu',
+        mesh={'model': 2},
+        jax_version=jax.__version__,
+        transfers=transfers,
+        matmul_flops=0,
+        known_miscompiles=[],
+    )
+    assert ('at most 2 AR f32[8]' in str(found)) == any(is_bound)
 
 
 def either(x: jax.Array, w: jax.Array, n: jax.Array) -> jax.Array:
