@@ -125,12 +125,11 @@ def known_miscompiles(program: Any) -> list[str]:
     `program` is compiled HLO text or the result of `jax.jit(f).lower(...).compile()`.
     `docs/miscompiles.md` lists the known miscompiles. A match that a correct program can have as
     well is left out if the installed compiler does not have the bug. If that is unknown, the line
-    says so.
+    says so. Some bugs show only in a table with an entry for each device, which `as_text()`
+    abbreviates as `{...}` from 11 devices on: give the compiled program, or a text printed with
+    `print_large_constants`.
     """
-    from megajax.xla.emulate.last_module import with_elements
-
-    text = with_elements(program) if isinstance(program, str) else program.as_text()
-    return _known_miscompiles(text, 'cpu')
+    return _known_miscompiles(_text(program), 'cpu')
 
 
 def _known_miscompiles(text: str, target: str) -> list[str]:
@@ -149,11 +148,16 @@ def gathered_experts(program: Any) -> list[str]:
     the rows that they multiply: an all-to-all sends each row there and back.
     """
     from megajax.analysis.inspect.expert_gathers import expert_gathers
-    from megajax.xla.emulate.last_module import with_elements
     from megajax.xla.hlo.program import Program
 
-    text = with_elements(program) if isinstance(program, str) else program.as_text()
-    return expert_gathers(Program(text))
+    return expert_gathers(Program(_text(program)))
+
+
+def _text(program: Any) -> str:
+    from megajax.xla.emulate.last_module import with_elements
+    from megajax.xla.hlo.text import program_text
+
+    return with_elements(program) if isinstance(program, str) else program_text(program)
 
 
 def run(

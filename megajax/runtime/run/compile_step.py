@@ -11,6 +11,7 @@ from megajax.core.train.feed import abstract_batch
 from megajax.core.train.step import TrainState, make_train_step
 from megajax.runtime.run.log.report import Report
 from megajax.runtime.run.saved_step import keep_step
+from megajax.xla.hlo.text import program_text
 from megajax.xla.miscompiles import check_compiled, mesh_target
 
 
@@ -30,15 +31,16 @@ def compile_step(
     with report.waiting('compiling the training step'):
         train_step = make_train_step(config, optimizer)
         compiled = train_step.lower(state, abstract_batch(config)).compile()
-        _check(compiled, report)
+        check(compiled, report)
     seconds = time.perf_counter() - start
     report.say(f'compiled   the training step in {seconds:.1f} s')
     keep_step(folder, config, compiled, state, seconds=seconds)
     return compiled
 
 
-def _check(compiled: Compiled, report: Report) -> None:
+def check(compiled: Compiled, report: Report) -> None:
+    """Print the known miscompiles of a step for GPUs; raise MiscompileError if one is wrong."""
     target = mesh_target()
     if target != 'cpu':
-        for finding in check_compiled(compiled.as_text() or '', target):
+        for finding in check_compiled(program_text(compiled), target):
             report.say(str(finding))

@@ -58,8 +58,8 @@ def _differs(program: Program, start: Place, group: tuple[int, ...]) -> bool:
 
 
 def lower(devices: Sequence[Any], *, reduced: bool = True) -> Lowered:
-    """Return a lookup's gradient: tokens sharded over both axes, the table over the first."""
-    grid = np.array(devices).reshape(2, 2)
+    """Return a lookup's gradient: tokens sharded over both axes, the table over the first of 2."""
+    grid = np.array(devices).reshape(2, -1)
     mesh = Mesh(grid, ('data', 'model'), axis_types=(AxisType.Explicit,) * 2)
 
     def shape(sizes: tuple[int, ...], dtype: Any, *spec: str | None) -> jax.ShapeDtypeStruct:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +18,12 @@ from jax import P
 from jax.sharding import NamedSharding
 from support import AS_SHIPPED
 
+from megajax.analysis.inspect import known_miscompiles
+from megajax.core.config import MiscompileError
 from megajax.core.hardware.cpu_flags import LIMIT
 from megajax.core.hardware.targets import WITHOUT_GPU, gpu_devices, has_compiler
+from megajax.runtime.run.compile_step import check
+from megajax.runtime.run.log.report import Report
 from megajax.xla.hlo.program import Program
 from megajax.xla.miscompiles import REGISTER, answers, ask, detect
 from megajax.xla.miscompiles import probe as probing
@@ -75,6 +80,17 @@ def test_the_cure_of_a_fault_takes_it_out_of_the_text(entry: Miscompile) -> None
         assert answer.workaround == entry.workaround
     if answer.workaround:
         assert not shows_fault(entry, 'h100', answer.workaround)
+
+
+@needs_compiler
+def test_a_program_for_more_devices_than_xla_prints_a_table_of_shows_the_fault_too() -> None:
+    compiled = lower(gpu_devices('h100', hosts=2, per_host=8)).compile(WITHOUT_GPU)
+    assert '{...}' in (compiled.as_text() or '')
+    is_faulty = shows_fault(SLICED_SCATTER, 'h100', {})
+    assert len(known_miscompiles(compiled)) == int(is_faulty)
+    mesh = jax.tree.leaves(compiled.input_shardings)[0].mesh
+    with jax.set_mesh(mesh), pytest.raises(MiscompileError) if is_faulty else nullcontext():
+        check(compiled, Report())
 
 
 @needs_compiler
