@@ -24,8 +24,8 @@ class Site(Result):
     name: str
     phase: str = Field(description='forward or gradient')
     error: float = Field(
-        description='the largest difference over the largest absolute value in A; infinite if '
-        'only one of the two is finite, or has this site'
+        description='the largest difference over the largest absolute value in A, or in B if A is '
+        'zero; infinite if only one of the two is finite, or has this site'
     )
     limit: float
     place: list[int] = Field(description='the index of the largest difference')
@@ -95,7 +95,7 @@ def compare_recordings(
     configs = config_of(a), config_of(b)
     limit = [max(x) for x in zip(*(limits(each, exact=False) for each in configs), strict=True)]
     of_arrays, of_loss = [tolerance] * 2 if tolerance is not None else limit
-    largest = max((_largest(x) for x in a.gradients.values()), default=0.0)
+    largest = max(map(_largest, [*a.gradients.values(), *b.gradients.values()]), default=0.0)
     sites = [
         *_sites(FORWARD, a.forward, b.forward, of_arrays, of_loss, 0.0),
         *_sites(GRADIENT, a.gradients, b.gradients, of_arrays, of_loss, largest),
@@ -177,9 +177,10 @@ def _site(
         )
     apart = _apart(a, b)
     place = np.unravel_index(int(apart.argmax()), apart.shape) if apart.size else ()
-    own = _largest(a)
+    own, other = _largest(a), _largest(b)
     # The exact gradient of a bias of keys is zero: the computed one is only rounding error.
-    scale = own if own > ROUNDING * limit * scale else scale
+    is_rounding = max(own, other) <= ROUNDING * limit * scale
+    scale = scale if is_rounding else own or other
     worst = float(apart.max(initial=0))
     return Site(
         name=name,

@@ -70,6 +70,20 @@ def test_a_gradient_that_is_all_rounding_is_relative_to_the_others() -> None:
     )
 
 
+@pytest.mark.parametrize('gradients', [(0, 5e-6), (5e-6, 0), (1e-9, 5e-6)])
+def test_a_gradient_that_one_side_lacks_is_a_difference(gradients: tuple[float, float]) -> None:
+    a, b = (recording(1, gradient=gradient) for gradient in gradients)
+    first = compare_recordings(a, b).first
+    assert first is not None
+    assert first.name == 'embedding.table'
+
+
+def test_a_result_that_is_zero_in_a_is_relative_to_b() -> None:
+    first = compare_recordings(recording(0, 0), recording(0, 9e-6)).first
+    assert first is not None
+    assert (first.name, first.error) == ('embedding', 1)
+
+
 def test_zeros_of_two_signs_are_within_any_limit_but_not_equal_to_the_bit() -> None:
     comparison = compare_recordings(recording(0.0), recording(-0.0), tolerance=0)
     assert comparison.first is None
