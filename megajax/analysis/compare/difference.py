@@ -8,7 +8,7 @@ from pydantic import Field
 
 from megajax.analysis.compare.recording import Arrays, Recording
 from megajax.analysis.inspect.emulated_step import ROUNDING
-from megajax.analysis.inspect.tolerances import limits
+from megajax.analysis.inspect.tolerances import forward_limits, limits
 from megajax.base.result import Result
 from megajax.core.config import Config, ConfigError
 from megajax.core.config.differences import differences
@@ -84,7 +84,8 @@ def compare_recordings(
     """Compare two passes over the same batch.
 
     The limit is `tolerance`, or the limit of `inspect --run` for the less precise of the two dtypes
-    (`analysis/inspect/tolerances.py`). `merged` lists the sides, a or b, whose adapters were merged
+    (`analysis/inspect/tolerances.py`); the dtype of the sums of gradients counts for gradients
+    alone. `merged` lists the sides, a or b, whose adapters were merged
     into their weights. Raises ConfigError if the batches differ.
     """
     if not _same_batch(a.batch, b.batch):
@@ -93,12 +94,13 @@ def compare_recordings(
             'for neither, and the same train.batch_size, train.seq_len and model.vocab_size'
         )
     configs = config_of(a), config_of(b)
-    limit = [max(x) for x in zip(*(limits(each, exact=False) for each in configs), strict=True)]
-    of_arrays, of_loss = [tolerance] * 2 if tolerance is not None else limit
+    of_forward, of_loss, of_gradient = (
+        [tolerance] * 3 if tolerance is not None else _limits(configs)
+    )
     largest = max(map(_largest, [*a.gradients.values(), *b.gradients.values()]), default=0.0)
     sites = [
-        *_sites(FORWARD, a.forward, b.forward, of_arrays, of_loss, 0.0),
-        *_sites(GRADIENT, a.gradients, b.gradients, of_arrays, of_loss, largest),
+        *_sites(FORWARD, a.forward, b.forward, of_forward, of_loss, 0.0),
+        *_sites(GRADIENT, a.gradients, b.gradients, of_gradient, of_loss, largest),
     ]
     before, after = a.about.weights, b.about.weights
     forward = reversed(dict.fromkeys([*before, *after]))  # gradients are in backward order
@@ -111,6 +113,12 @@ def compare_recordings(
         sites=sites,
         merged=[*merged],
     )
+
+
+def _limits(configs: Sequence[Config]) -> list[float]:
+    """Return the largest limits on a forward site, the loss and a gradient."""
+    each = [(*forward_limits(config), limits(config, exact=False)[0]) for config in configs]
+    return [max(of_sides) for of_sides in zip(*each, strict=True)]
 
 
 def config_of(recording: Recording) -> Config:

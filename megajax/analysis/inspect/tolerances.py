@@ -35,10 +35,19 @@ def has_16_bits(config: Config) -> bool:
 
 def limits(config: Config, *, exact: bool) -> tuple[float, float]:
     """Return the limits on a gradient and on the loss."""
-    kind = _kind(config, exact=exact)
-    gradient, loss = LIMITS[kind]
+    return _limits(config, _kind(config, exact=exact))
+
+
+def forward_limits(config: Config) -> tuple[float, float]:
+    """Return the limits on a result of a forward pass, which sums no gradient, and on the loss."""
+    is_fp32 = config.train.dtype == 'float32'
+    return _limits(config, 'float32' if is_fp32 else _kind(config, exact=False))
+
+
+def _limits(config: Config, kind: str) -> tuple[float, float]:
+    of_arrays, of_loss = LIMITS[kind]
     tokens = config.train.batch_size * config.train.seq_len
-    return gradient, max(loss, NOISE_OF_LOSS.get(kind, 0) / tokens**0.5)
+    return of_arrays, max(of_loss, NOISE_OF_LOSS.get(kind, 0) / tokens**0.5)
 
 
 def _kind(config: Config, *, exact: bool) -> str:

@@ -84,6 +84,21 @@ def test_a_result_that_is_zero_in_a_is_relative_to_b() -> None:
     assert (first.name, first.error) == ('embedding', 1)
 
 
+def test_gradients_summed_in_16_bits_leave_the_limits_of_a_forward_pass_in_fp32() -> None:
+    config = make_config(optim={'reduce_dtype': 'bfloat16'}).model_dump(mode='json')
+    about = ABOUT.model_copy(update={'config': config})
+    a, b = (
+        dataclasses.replace(
+            recording(1 + error, gradient=1 + error),
+            about=about,
+            forward={name: np.array([1 + error], np.float32) for name in ('embedding', 'loss')},
+        )
+        for error in (0, 1e-2)
+    )
+    sites = {site.name: site for site in compare_recordings(a, b).sites}
+    assert [name for name, site in sites.items() if not site.ok] == ['embedding', 'loss']
+
+
 def test_zeros_of_two_signs_are_within_any_limit_but_not_equal_to_the_bit() -> None:
     comparison = compare_recordings(recording(0.0), recording(-0.0), tolerance=0)
     assert comparison.first is None
