@@ -15,8 +15,6 @@ from megajax.core.config.overrides import is_override
 if TYPE_CHECKING:
     from megajax.analysis.compare.difference import Comparison
 
-SUFFIX = '.npz'
-
 Arguments = Annotated[
     list[str],
     typer.Argument(
@@ -77,8 +75,8 @@ def compare(
         _check_two(sources)
     else:
         is_compared = bool(json or every or tolerance is not None)
-        _check_dump(sources, dump, of_b=b, is_compared=is_compared)
-    check_outputs(dump, json)
+        _check_dump(sources, of_b=b, is_compared=is_compared)
+    check_outputs(json)
     log_to_terminal()
     from megajax.analysis.compare import api
 
@@ -122,16 +120,12 @@ def _check_two(sources: list[str]) -> None:
         )
 
 
-def _check_dump(
-    sources: list[str], dump: Path, *, of_b: list[str] | None, is_compared: bool
-) -> None:
+def _check_dump(sources: list[str], *, of_b: list[str] | None, is_compared: bool) -> None:
     if len(sources) != 1 or of_b:
         raise ConfigError(
             f'--dump writes the numbers of one source, got {", ".join(sources) or "none"}: '
             'give only A, without --b'
         )
-    if dump.suffix != SUFFIX:
-        raise ConfigError(f'--dump {dump}: a dump is a {SUFFIX} file; name it {dump.stem}{SUFFIX}')
     if is_compared:
         raise ConfigError(
             '--json, --all and --tolerance have no effect with --dump, which compares nothing: '

@@ -9,8 +9,9 @@ import numpy as np
 
 from megajax.analysis.compare.difference import Comparison, compare_recordings, config_of
 from megajax.analysis.compare.in_transformers import check_installed, execute_with_transformers
-from megajax.analysis.compare.recording import Recording, read_recording, write_recording
+from megajax.analysis.compare.recording import SUFFIX, Recording, read_recording, write_recording
 from megajax.analysis.compare.sources import WITHOUT_DROPOUT, Source, check_comparable
+from megajax.base.files.outputs import check_outputs
 from megajax.core.config import Config, ConfigError
 from megajax.core.config.lora import without_adapters
 
@@ -36,8 +37,8 @@ class _Side:
 
 
 def compare(
-    a: str,
-    b: str,
+    a: str | Path,
+    b: str | Path,
     *,
     overrides: Sequence[str] = (),
     of_a: Sequence[str] = (),
@@ -63,6 +64,7 @@ def compare(
     Raises ConfigError for sources that cannot be compared, before anything compiles.
     """
     both = _of_both(overrides, bool(transformers))
+    a, b = str(a), str(b)
     with ExitStack() as opened:
         first = opened.enter_context(Source.opened(a, both, of_a))
         if a == b and first.kind == 'run':  # which may be training, and save in between
@@ -87,9 +89,30 @@ compare_sources = compare  # the name in an earlier release
 
 
 def dump(
-    name: str, file: Path, *, overrides: Sequence[str] = (), transformers: bool = False, data: bool
+    name: str | Path,
+    file: str | Path,
+    *,
+    overrides: Sequence[str] = (),
+    transformers: bool = False,
+    data: bool = False,
 ) -> None:
-    """Write the numbers of a source's pass to a file that `compare` can read."""
+    """Run one forward and one backward pass, and write its numbers to a file for `compare`.
+
+    Args:
+        name: a preset, a YAML file, a run or a Hugging Face directory.
+        file: the file to write; its name ends in `.npz`.
+        overrides: overrides of the config, such as `train.batch_size=4`.
+        transformers: whether to execute a Hugging Face directory with transformers, in fp32 on the
+            CPU, without dropout.
+        data: use the first batch of the training data rather than random tokens.
+
+    Raises ConfigError for a source that cannot be executed, and for a file that cannot be written,
+    before anything compiles.
+    """
+    name, file = str(name), Path(file)
+    if file.suffix != SUFFIX:
+        raise ConfigError(f'{file}: a dump is a {SUFFIX} file; name it {file.stem}{SUFFIX}')
+    check_outputs(file)
     with Source.opened(name, _of_both(overrides, transformers)) as source:
         if source.kind == 'dump':
             raise ConfigError(f'{name} is already a dump: give a config, a run or a directory')

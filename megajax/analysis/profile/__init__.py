@@ -27,12 +27,13 @@ from megajax.core.hardware.records import Hardware, hardware, hardware_of
 __all__ = ['Profile', 'profile']
 
 
-def profile(run: Path, *, gpu: str | None = None) -> Profile:
+def profile(run: str | Path, *, gpu: str | None = None) -> Profile:
     """Read the trace that a run wrote (`train.profile`) and return where its time went.
 
     `gpu` names the record of the GPU, or its YAML file; the default is the GPU that the trace
     names. Raises ConfigError if the run has no trace, or if the trace cannot be read.
     """
+    run = Path(run)
     traced = read_traced(run)
     found = traced.traces[0].gpu
     record = hardware(gpu) if gpu else hardware_of(found) if found else None

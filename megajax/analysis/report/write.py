@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 
 
 def write_report(
-    folders: Sequence[Path],
-    out: Path | None = None,
+    folders: str | Path | Sequence[str | Path],
+    out: str | Path | None = None,
     *,
     gpu: str | None = None,
     max_program: int | None = None,
 ) -> Path:
-    """Write a report on the runs in some folders, and return its path.
+    """Write a report on the run in a folder, or on the runs in several, and return its path.
 
     `out` defaults to `report.html`, in the run's folder if there is only one run, else in the
     current folder. `gpu` names the record to predict with, instead of each run's devices. Compiled
@@ -38,8 +38,9 @@ def write_report(
     Raises ConfigError for a folder without a run, and for an output that cannot be written or
     exists and is not a report.
     """
-    out = out or (folders[0] / NAME if len(folders) == 1 else Path(NAME))
-    runs = read_runs(folders)
+    paths = [Path(each) for each in ([folders] if isinstance(folders, str | Path) else folders)]
+    out = Path(out or (paths[0] / NAME if len(paths) == 1 else NAME))
+    runs = read_runs(paths)
     check_out(out)
     record = hardware(gpu) if gpu else None
     facts = [

@@ -17,6 +17,7 @@ from interop.stored import DATA
 from support import make_config, slow, write_run
 from typer.testing import CliRunner
 
+import megajax
 from megajax.analysis.compare import sources
 from megajax.analysis.compare.api import _batch, _Side
 from megajax.analysis.compare.in_transformers import _modules, check_installed
@@ -205,9 +206,17 @@ def test_the_data_of_a_directory_have_its_own_tokenizer(
 
 def test_a_dump_is_compared_with_a_config_over_its_own_batch(written: Path) -> None:
     file = written.parent / 'a.npz'
-    assert command(written, '--dump', file).output == f'{file}\n'
+    megajax.compare.dump(str(written), str(file))
     assert 'bit-identical: all' in verdict(command(file, file))
-    assert 'bit-identical: all' in verdict(command(file, written))
+    assert megajax.compare.compare(str(file), written).same_bits
+
+
+def test_a_file_that_cannot_be_a_dump_is_named_before_anything_compiles(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'old: a dump is a \.npz file; name it old\.npz'):
+        megajax.compare.dump('tiny', 'old')
+    (tmp_path / 'a.npz').mkdir()
+    with pytest.raises(ConfigError, match=r'a\.npz is a folder: give the name of a file in it'):
+        megajax.compare.dump('tiny', tmp_path / 'a.npz')
 
 
 @pytest.mark.slow
@@ -217,6 +226,7 @@ def test_the_first_batch_of_the_data_is_taken_where_it_is_asked_for(tmp_path: Pa
     file = write_run(tmp_path, dump_sections(sections)) / 'a.npz'
     result = command(tmp_path / 'small.yaml', '--data', '--dump', file)
     assert result.exit_code == 0, result.exception
+    assert result.output == f'{file}\n'
     recording = read_recording(file)
     expected = load_data(load(tmp_path / 'small.yaml')).train[0]
     assert recording.batch.keys() == expected.keys()

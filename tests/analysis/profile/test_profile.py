@@ -228,7 +228,7 @@ def test_kernels_of_a_cuda_graph_are_counted_apart_and_the_report_says_what_to_d
 
 
 def test_the_slowest_process_is_the_one_that_the_others_wait_for(tmp_path):
-    result = profile(write_gpu_run(tmp_path / 'run', [[FIRST], [SECOND]]))
+    result = profile(str(write_gpu_run(tmp_path / 'run', [[FIRST], [SECOND]])))
     assert [line.host for line in result.processes] == ['node-0', 'node-1']
     assert result.slowest_process == 1
     assert [line.behind for line in result.processes] == pytest.approx([0, 1e-5])

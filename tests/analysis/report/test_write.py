@@ -108,5 +108,6 @@ def test_a_run_that_may_only_be_read_is_a_mistake_with_a_fix(copied_run: Path) -
 
 
 def test_a_large_program_is_left_to_the_command(copied_run: Path) -> None:
-    file = write_report([copied_run], max_program=1000)
+    file = write_report(str(copied_run), max_program=1000)
+    assert file == copied_run / 'report.html'
     assert f'run megajax report {copied_run}' in file.read_text()
