@@ -188,7 +188,8 @@ def _measured(devices: Devices, names: list[str], work: ProgramWork) -> dict[str
 
 def _runs(devices: Devices, name: str, work: ProgramWork) -> float:
     """Return how often an instruction runs in a step; a run may launch several kernels."""
-    return min(devices.median.launches(name), work.of(name).times)
+    launches = devices.median.launches(name)
+    return min(launches, work.of(name).times or launches)
 
 
 def _grouped(

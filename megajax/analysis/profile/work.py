@@ -1,7 +1,7 @@
 """Describe the work of each instruction of a program: kernels, library calls, collectives."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -40,7 +40,7 @@ class Work(NamedTuple):
     dtype: str = ''  # HLO's name of the dtype
     axis: str = ''  # the mesh axes of a collective
     is_transfer: bool = False
-    times: int = 1  # runs in a step
+    times: int = 1  # runs in a step; 0 if only the data decides whether it runs
     flops: float = 0
     wire_bytes: float = 0
     source: str = ''
@@ -63,16 +63,18 @@ class ProgramWork:
     ):
         self.program, self.config, self.gpu = program, config, gpu
         self._devices_per_host = devices_per_host
-        self._kernels = [*kernels(program)]
-        self._placed = [each for each in collectives(program, mesh) if each.times]
+        # The trace may also have instructions that count as never run, but no forecast has them.
+        launched, placed = [*kernels(program, also_unused=True)], collectives(program, mesh)
+        self._kernels = [kernel for kernel in launched if kernel.times]
+        self._placed = [each for each in placed if each.times]
         self._sent: dict[Place, Sent] = {}
         if gpu:
             with suppress(ConfigError):  # a link of the record may be null
-                self._sent = sent_by(self._placed, gpu, devices_per_host)
+                self._sent = sent_by(placed, gpu, devices_per_host)
         self._by_name = {
-            kernel.instruction.name: _of_kernel(program, kernel, gpu) for kernel in self._kernels
+            kernel.instruction.name: _of_kernel(program, kernel, gpu) for kernel in launched
         }
-        self._add_collectives()
+        self._add_collectives(placed)
         self.calls = self._calls()
         self.schedule = Schedule(program)
         self.names = {name for each in program.computations.values() for name in each.by_name}
@@ -116,9 +118,9 @@ class ProgramWork:
             if instruction.opcode in ('while', 'conditional', 'call')
         }
 
-    def _add_collectives(self) -> None:
+    def _add_collectives(self, placed: Sequence[Collective]) -> None:
         by_place = defaultdict[tuple[str, str], list[Collective]](list)
-        for collective in self._placed:
+        for collective in placed:
             by_place[collective.computation, collective.instruction].append(collective)
         for place, arrays in by_place.items():
             computation = self.program.computations[place[0]]

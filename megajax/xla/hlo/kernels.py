@@ -49,12 +49,16 @@ class Kernel(NamedTuple):
         return sum(product.flops for product in self.products)
 
 
-def kernels(program: Program) -> Iterator[Kernel]:
-    """Yield every kernel that a program runs, in text order, except kernels that communicate."""
+def kernels(program: Program, *, also_unused: bool = False) -> Iterator[Kernel]:
+    """Yield every kernel that a program runs, in text order, except kernels that communicate.
+
+    With `also_unused`, also yield kernels that count as never run, with `times` 0: of a branch
+    that is not taken, and of a loop that counts as never entered.
+    """
     for computation in launching(program):
         times = program.times[computation.name]
         for instruction in computation.instructions:
-            if times and is_launched(instruction) and kind_of(instruction) is None:
+            if (times or also_unused) and is_launched(instruction) and kind_of(instruction) is None:
                 multiplied = tuple(inside(program, computation, instruction))
                 yield Kernel(
                     computation,

@@ -156,13 +156,13 @@ HOST = f"""planes {{ name: "/host:CPU"
     {event(1, 0, 100, 'stats { metadata_id: 1 int64_value: 11 }')} }} }}"""
 
 
-def write_gpu_run(folder: Path, processes: list[list[list[Ran]]]) -> Path:
+def write_gpu_run(folder: Path, processes: list[list[list[Ran]]], program: str = PROGRAM) -> Path:
     """A run with a trace of each process, which has the events of its devices."""
     config = load('tiny', ['mesh.data=1', 'mesh.model=2'])
     folder.joinpath('profile').mkdir(parents=True)
     for path in (folder / 'config.yaml', folder / 'profile/config.yaml'):
         path.write_text(dump(config))
-    (folder / 'profile/step.hlo.gz').write_bytes(gzip.compress(PROGRAM.encode()))
+    (folder / 'profile/step.hlo.gz').write_bytes(gzip.compress(program.encode()))
     for process, devices in enumerate(processes):
         inside = f'profile/process_{process}' if len(processes) > 1 else 'profile'
         traces = folder / inside / 'plugins/profile/2026_01_01_00_00_00'
@@ -204,6 +204,44 @@ def test_without_the_link_that_a_step_uses_only_the_prediction_of_it_is_missing(
     assert not result.predictions
     assert [line.predicted_seconds for line in result.collectives] == [None]
     assert [line.peak_share > 0 for line in result.products] == [True]
+
+
+LOOP = """
+%body (state: (f32[8,16], f32[16,64])) -> (f32[8,16], f32[16,64]) {
+  %state = (f32[8,16]{1,0}, f32[16,64]{1,0}) parameter(0)
+  %x = f32[8,16]{1,0} get-tuple-element(%state), index=0
+  %w = f32[16,64]{1,0} get-tuple-element(%state), index=1
+  %sent = f32[8,16]{1,0} all-to-all(%x), replica_groups={{0,1}}, dimensions={0}
+  %late = f32[8,64]{1,0} dot(%sent, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %next = (f32[8,16]{1,0}, f32[16,64]{1,0}) tuple(%sent, %w)
+}
+
+%more (state: (f32[8,16], f32[16,64])) -> pred[] {
+  %state = (f32[8,16]{1,0}, f32[16,64]{1,0}) parameter(0)
+  ROOT %is_left = pred[] constant(false)
+}
+
+ENTRY """
+IN_ENTRY = """  %both = (f32[8,16]{1,0}, f32[16,64]{1,0}) tuple(%p, %a)
+  %rounds = (f32[8,16]{1,0}, f32[16,64]{1,0}) while(%both), condition=%more, body=%body, \
+metadata={op_name="jit(train_step)/later_rounds/while"}
+  %reduce = """
+
+
+def test_later_rounds_of_experts_are_matmuls_and_transfers_if_they_run(tmp_path):
+    program = PROGRAM.replace('ENTRY ', LOOP).replace('  %reduce = ', IN_ENTRY)
+    late = [('sent', 70, 80), ('late', 80, 90)]
+    result = profile(
+        write_gpu_run(tmp_path / 'run', [[[*FIRST, *late], [*SECOND, *late]]], program)
+    )
+    kernels, exposed = result.devices[0].kernels, result.devices[0].exposed
+    assert (kernels, exposed) == pytest.approx((4e-5, 3e-5))
+    assert [line.what for line in result.products] == ['[16, 64] [64, 32]', '[8, 16] [16, 64]']
+    late = result.products[1]
+    assert late.flops == 2 * 8 * 16 * 64
+    kinds = {line.kind: line.wire_bytes for line in result.collectives}
+    assert kinds.keys() == {'all-reduce', 'all-to-all'}
+    assert kinds['all-to-all'] > 0
 
 
 def test_the_report_sums_the_parts_of_each_kind_and_of_the_step(tmp_path):
