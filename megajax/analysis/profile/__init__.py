@@ -63,6 +63,7 @@ def _profile(run: Path, traced: Traced, record: Hardware | None) -> Profile:
     return Profile(
         run=str(run),
         steps=traced.steps,
+        left_out=traced.left_out,
         mesh=dict(config.mesh.sizes),
         device=traces[0].gpu or 'cpu',
         hardware=record.name if record else None,

@@ -155,6 +155,7 @@ def _processes(profile: Profile) -> Table:
 
 
 def _notes(profile: Profile) -> Iterator[str]:
+    yield from profile.left_out
     if profile.collectives:
         yield (
             'fastest ms: per run, the shortest duration on any device (the one that arrived last '

@@ -110,6 +110,7 @@ class Profile(Result):
     schema_version: Literal[1] = 1
     run: str
     steps: list[int]
+    left_out: list[str] = Field(default=[], description='traced steps that do not count, and why')
     mesh: dict[str, int]
     device: str = Field(description="jax's name of the GPUs, or cpu")
     hardware: str | None = Field(description='the record whose peak and links it is compared with')

@@ -26,6 +26,7 @@ class Traced(NamedTuple):
     program: Program
     traces: list[Trace]
     steps: list[int]
+    left_out: list[str]  # traced steps that do not count, and why
 
 
 def read_traced(run: Path) -> Traced:
@@ -55,7 +56,29 @@ def read_traced(run: Path) -> Traced:
         raise ConfigError(f'the traces in {folder} have no step in common: trace some steps again')
     _check_devices(folder, program, traces)
     _check_program(folder, program, module, traces)
-    return Traced(config, module, program, traces, steps)
+    repeated = {step: why for step in steps if (why := _repetition(config, step))}
+    left_out = [f'step {step} does not count: {why}' for step, why in repeated.items()]
+    if len(left_out) == len(steps):
+        raise ConfigError(
+            f'{folder}: {"; ".join(left_out)}; trace other steps, '
+            + (
+                'with train.replay_every=0'
+                if config.train.replay_every == 1
+                else f"as with 'train.profile={{start: {steps[-1]}, steps: 2}}'"
+            )
+        )
+    steps = [step for step in steps if step not in repeated]
+    return Traced(config, module, program, traces, steps, left_out)
+
+
+def _repetition(config: Config, step: int) -> str:
+    """Return why a run executes the program of a step more than once; empty if it does not."""
+    train = config.train
+    if train.replay_every and step % train.replay_every == 0:
+        return f'train.replay_every={train.replay_every} repeats it'
+    if step == 1 and train.dtype == 'float16' and train.loss_scale == 'auto':
+        return 'it may run several times to find the loss scale (train.loss_scale=auto)'
+    return ''
 
 
 def _newest(folder: Path) -> list[Path]:

@@ -3,12 +3,11 @@
 import gzip
 import re
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import runs
-from jax.profiler import ProfileData
+from analysis.profile.gpu_run import FIRST, SECOND, write_gpu_run
 from support import write_run
 from typer.testing import CliRunner
 
@@ -16,7 +15,7 @@ from megajax.analysis.inspect.products import count_products
 from megajax.analysis.profile import Profile, profile
 from megajax.analysis.profile.work import peak_of
 from megajax.commands.main import app
-from megajax.core.config import ConfigError, dump, load
+from megajax.core.config import ConfigError, load
 from megajax.core.hardware.records import hardware
 from megajax.xla.hlo.program import Program
 
@@ -94,85 +93,6 @@ def test_without_a_record_there_is_no_peak_and_with_one_there_is(result, traced_
     assert all(line.predicted_seconds for line in beside.products)
 
 
-PROGRAM = """HloModule jit_train_step, is_scheduled=true, num_partitions=2
-
-%add (x: f32[], y: f32[]) -> f32[] {
-  %x = f32[] parameter(0)
-  %y = f32[] parameter(1)
-  ROOT %sum = f32[] add(%x, %y)
-}
-
-ENTRY %main (p: f32[8,16], a: f32[16,64], b: f32[64,32]) -> f32[8,16] {
-  %p = f32[8,16]{1,0} parameter(0)
-  %a = f32[16,64]{1,0} parameter(1)
-  %b = f32[64,32]{1,0} parameter(2)
-  %reduce = f32[8,16]{1,0} all-reduce-start(%p), replica_groups={{0,1}}, to_apply=%add
-  %dot = f32[16,32]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-  %reduced = f32[8,16]{1,0} all-reduce-done(%reduce)
-  ROOT %result = f32[8,16]{1,0} negate(%reduced)
-}
-"""
-Ran = tuple[str, int, int]  # an instruction, and the microseconds at which it begins and ends
-# The second device is late: it multiplies for longer, and the first waits for it.
-FIRST: list[Ran] = [('dot', 10, 30), ('reduce', 20, 50), ('result', 60, 70)]
-SECOND: list[Ran] = [('dot', 10, 40), ('reduce', 40, 50), ('result', 60, 70)]
-
-
-def event(metadata: int, start: int, end: int, stats: str) -> str:
-    times = f'offset_ps: {start}000000 duration_ps: {end - start}000000'
-    return f'events {{ metadata_id: {metadata} {times} {stats} }}'
-
-
-def gpu_plane(number: int, ran: Iterable[Ran]) -> str:
-    """A device whose transfers are on a stream of their own."""
-    ran = [*ran]
-    fixed = ['hlo_op', 'hlo_module', 'gpu_device_name', 'jit_train_step']
-    names = [*fixed, *dict.fromkeys(name for name, _, _ in ran)]
-    metadata = ''.join(
-        f'stat_metadata {{ key: {key} value {{ id: {key} name: "{name}" }} }}'
-        for key, name in enumerate(names)
-    )
-    lines = ''.join(
-        f'lines {{ id: {stream} name: "Stream #{stream}(Compute)" {events} }}'
-        for stream in (13, 20)
-        for events in [
-            ''.join(
-                event(1, start, end, f'stats {{ metadata_id: 0 ref_value: {names.index(name)} }} '
-                      'stats { metadata_id: 1 ref_value: 3 }')
-                for name, start, end in ran
-                if (name == 'reduce') == (stream == 20)
-            )
-        ]
-    )  # fmt: skip
-    return f"""planes {{ name: "/device:GPU:{number}" {metadata} {lines}
-      stats {{ metadata_id: 2 str_value: "NVIDIA H100 80GB HBM3" }}
-      event_metadata {{ key: 1 value {{ id: 1 name: "a_kernel" }} }} }}"""
-
-
-HOST = f"""planes {{ name: "/host:CPU"
-  event_metadata {{ key: 1 value {{ id: 1 name: "train" }} }}
-  stat_metadata {{ key: 1 value {{ id: 1 name: "step_num" }} }}
-  lines {{ id: 1 name: "python"
-    {event(1, 0, 100, 'stats { metadata_id: 1 int64_value: 11 }')} }} }}"""
-
-
-def write_gpu_run(folder: Path, processes: list[list[list[Ran]]], program: str = PROGRAM) -> Path:
-    """A run with a trace of each process, which has the events of its devices."""
-    config = load('tiny', ['mesh.data=1', 'mesh.model=2'])
-    folder.joinpath('profile').mkdir(parents=True)
-    for path in (folder / 'config.yaml', folder / 'profile/config.yaml'):
-        path.write_text(dump(config))
-    (folder / 'profile/step.hlo.gz').write_bytes(gzip.compress(program.encode()))
-    for process, devices in enumerate(processes):
-        inside = f'profile/process_{process}' if len(processes) > 1 else 'profile'
-        traces = folder / inside / 'plugins/profile/2026_01_01_00_00_00'
-        traces.mkdir(parents=True)
-        text = HOST + ''.join(gpu_plane(number, ran) for number, ran in enumerate(devices))
-        content = ProfileData.text_proto_to_serialized_xspace(text)
-        (traces / f'node-{process}.xplane.pb').write_bytes(content)
-    return folder
-
-
 def test_on_gpus_a_transfer_of_another_stream_is_hidden_beside_kernels(tmp_path):
     result = profile(write_gpu_run(tmp_path / 'run', [[FIRST, SECOND]]))
     assert (result.device, result.hardware) == (H100.device_kinds[0], H100.name)
@@ -204,44 +124,6 @@ def test_without_the_link_that_a_step_uses_only_the_prediction_of_it_is_missing(
     assert not result.predictions
     assert [line.predicted_seconds for line in result.collectives] == [None]
     assert [line.peak_share > 0 for line in result.products] == [True]
-
-
-LOOP = """
-%body (state: (f32[8,16], f32[16,64])) -> (f32[8,16], f32[16,64]) {
-  %state = (f32[8,16]{1,0}, f32[16,64]{1,0}) parameter(0)
-  %x = f32[8,16]{1,0} get-tuple-element(%state), index=0
-  %w = f32[16,64]{1,0} get-tuple-element(%state), index=1
-  %sent = f32[8,16]{1,0} all-to-all(%x), replica_groups={{0,1}}, dimensions={0}
-  %late = f32[8,64]{1,0} dot(%sent, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-  ROOT %next = (f32[8,16]{1,0}, f32[16,64]{1,0}) tuple(%sent, %w)
-}
-
-%more (state: (f32[8,16], f32[16,64])) -> pred[] {
-  %state = (f32[8,16]{1,0}, f32[16,64]{1,0}) parameter(0)
-  ROOT %is_left = pred[] constant(false)
-}
-
-ENTRY """
-IN_ENTRY = """  %both = (f32[8,16]{1,0}, f32[16,64]{1,0}) tuple(%p, %a)
-  %rounds = (f32[8,16]{1,0}, f32[16,64]{1,0}) while(%both), condition=%more, body=%body, \
-metadata={op_name="jit(train_step)/later_rounds/while"}
-  %reduce = """
-
-
-def test_later_rounds_of_experts_are_matmuls_and_transfers_if_they_run(tmp_path):
-    program = PROGRAM.replace('ENTRY ', LOOP).replace('  %reduce = ', IN_ENTRY)
-    late = [('sent', 70, 80), ('late', 80, 90)]
-    result = profile(
-        write_gpu_run(tmp_path / 'run', [[[*FIRST, *late], [*SECOND, *late]]], program)
-    )
-    kernels, exposed = result.devices[0].kernels, result.devices[0].exposed
-    assert (kernels, exposed) == pytest.approx((4e-5, 3e-5))
-    assert [line.what for line in result.products] == ['[16, 64] [64, 32]', '[8, 16] [16, 64]']
-    late = result.products[1]
-    assert late.flops == 2 * 8 * 16 * 64
-    kinds = {line.kind: line.wire_bytes for line in result.collectives}
-    assert kinds.keys() == {'all-reduce', 'all-to-all'}
-    assert kinds['all-to-all'] > 0
 
 
 def test_the_report_sums_the_parts_of_each_kind_and_of_the_step(tmp_path):

@@ -1,0 +1,44 @@
+"""Which traced steps count, and which traces belong to the program stored with them."""
+
+from pathlib import Path
+
+import pytest
+from analysis.profile.gpu_run import FIRST, SECOND, Ran, write_gpu_run
+
+from megajax.analysis.profile import profile
+from megajax.analysis.profile.report import tables
+from megajax.base.render.console import as_text
+from megajax.core.config import ConfigError
+
+REPLAYED = 'train.deterministic=true', 'train.replay_every=12'
+
+
+def later(ran: list[Ran], microseconds: int) -> list[Ran]:
+    return [(name, start + microseconds, end + microseconds) for name, start, end in ran]
+
+
+def test_a_step_that_a_run_repeats_does_not_count(tmp_path: Path) -> None:
+    devices = [[*ran, *later(ran, 100), *later(ran, 115)] for ran in (FIRST, SECOND)]
+    result = profile(write_gpu_run(tmp_path / 'run', [devices], *REPLAYED, steps=(11, 12)))
+    assert result.steps == [11]
+    assert [line.launches for line in result.instructions] == [1, 1, 1]
+    note = 'step 12 does not count: train.replay_every=12 repeats it'
+    assert note in as_text(tables(result, top=9))
+
+
+@pytest.mark.parametrize(
+    ('overrides', 'step', 'fix'),
+    [
+        (REPLAYED, 12, "as with 'train.profile={start: 12, steps: 2}'"),
+        ((*REPLAYED, 'train.replay_every=1'), 11, 'with train.replay_every=0'),
+        (('train.dtype=float16',), 1, "as with 'train.profile={start: 1, steps: 2}'"),
+    ],
+)
+def test_a_trace_of_repeated_steps_alone_is_a_mistake_with_a_fix(
+    overrides: tuple[str, ...], step: int, fix: str, tmp_path: Path
+) -> None:
+    run = write_gpu_run(tmp_path / 'run', [[FIRST, SECOND]], *overrides, steps=(step,))
+    with pytest.raises(ConfigError) as raised:
+        profile(run)
+    assert f'step {step} does not count' in str(raised.value)
+    assert str(raised.value).endswith(fix)
