@@ -15,7 +15,7 @@ from megajax.analysis.profile.attribute import (
     process_lines,
     product_lines,
 )
-from megajax.analysis.profile.measure import measure
+from megajax.analysis.profile.measure import in_mesh_order, measure
 from megajax.analysis.profile.predict import predictions
 from megajax.analysis.profile.result import Prediction, Profile
 from megajax.analysis.profile.traced import Traced, read_traced
@@ -51,7 +51,7 @@ def _profile(run: Path, traced: Traced, record: Hardware | None) -> Profile:
     lines = device_lines(measured, work)
     order = sorted(range(len(lines)), key=lambda place: lines[place].own)
     median, slowest = order[(len(order) - 1) // 2], order[-1]
-    devices = Devices(measured, measured[median], measured[slowest])
+    devices = Devices(in_mesh_order(measured, traces), measured[median], measured[slowest])
     processes = process_lines(traces, lines)
     expected, reason = list[Prediction](), None
     if record:

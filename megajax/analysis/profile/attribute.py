@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from megajax.analysis.profile.measure import Measured, fastest
+from megajax.analysis.profile.measure import Group, Measured, fastest
 from megajax.analysis.profile.result import (
     CollectiveLine,
     DeviceLine,
@@ -25,7 +25,7 @@ _IDLE = 'before the first kernel', 'between kernels', 'after the last kernel'
 
 
 class Devices(NamedTuple):
-    """All devices, with the median and the slowest device by their own time."""
+    """All devices in the order of the mesh; the median and the slowest device by their own time."""
 
     every: list[Measured]
     median: Measured
@@ -142,7 +142,13 @@ def _collective(devices: Devices, names: list[str], work: ProgramWork) -> Collec
         sum(map(of, names)) for of in (devices.median.seconds, devices.median.share)
     )
     wire = sum(_runs(devices, name, work) * work.of(name).wire_bytes for name in names)
-    transfer = sum(fastest(devices.every, name) for name in names)
+    in_groups = defaultdict[Group, float](float)
+    for name in names:
+        for group, of_group in fastest(devices.every, work.of(name).groups, name).items():
+            in_groups[group] += of_group
+    place = next(i for i, device in enumerate(devices.every) if device is devices.median)
+    transfer = sum(of_group for group, of_group in in_groups.items() if place in group)
+    slowest, slowest_seconds = max(in_groups.items(), key=lambda item: item[1], default=((), 0.0))
     return CollectiveLine(
         **_measured(devices, names, work),
         axis=work.of(names[0]).axis,
@@ -151,6 +157,8 @@ def _collective(devices: Devices, names: list[str], work: ProgramWork) -> Collec
         hidden_seconds=seconds - exposed,
         transfer_seconds=transfer,
         bytes_per_second=wire / transfer if transfer else None,
+        slowest_bytes_per_second=wire / slowest_seconds if wire and slowest_seconds else None,
+        slowest_processes=sorted({devices.every[place].process for place in slowest}),
     )
 
 

@@ -8,6 +8,9 @@ from statistics import fmean
 from megajax.analysis.profile.intervals import Idle, divide
 from megajax.analysis.profile.trace import Event, Trace
 from megajax.analysis.profile.work import ProgramWork
+from megajax.xla.hlo.groups import Groups
+
+Group = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,13 +103,33 @@ def _of_device(
     )
 
 
-def fastest(devices: Sequence[Measured], name: str) -> float:
+def in_mesh_order(devices: Sequence[Measured], traces: Sequence[Trace]) -> list[Measured]:
+    """Return the devices as `make_mesh` orders them: the processes of a host are adjacent."""
+    hosts = [trace.host for trace in traces]
+    return sorted(devices, key=lambda device: hosts.index(hosts[device.process]))
+
+
+def fastest(devices: Sequence[Measured], groups: Groups, name: str) -> dict[Group, float]:
+    """Return an instruction's seconds in a step on the fastest device of each group.
+
+    A group consists of indices into `devices`, which are in the order of the mesh. The fastest
+    device of a run arrived last, and waited for no other of its group. Groups in which no device
+    ran the instruction are left out.
+    """
+    ran = {
+        group: [devices[place] for place in group if name in devices[place].runs]
+        for group in groups
+    }
+    return {group: _fastest(inside, name) for group, inside in ran.items() if inside}
+
+
+def _fastest(devices: Sequence[Measured], name: str) -> float:
     """Return an instruction's seconds in a step if each run took as long as on the fastest device.
 
     If devices differ in the number of runs, they cannot be compared run by run. The result is then
     the seconds of the fastest device.
     """
-    of_all = [device.runs[name].seconds for device in devices if name in device.runs]
+    of_all = [device.runs[name].seconds for device in devices]
     if len({len(runs) for runs in of_all}) == 1:
         of_all = [[min(run) for run in zip(*of_all, strict=True)]]
     return min(map(sum, of_all)) / devices[0].num_steps

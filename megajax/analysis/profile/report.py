@@ -93,10 +93,10 @@ def _products(profile: Profile, top: int) -> Table:
 
 
 def _collectives(profile: Profile, top: int) -> Table:
-    numbers = 'runs', 'sent', 'ms', 'exposed ms', 'hidden ms', 'fastest ms', 'GB/s'
+    numbers = 'runs', 'sent', 'ms', 'exposed ms', 'hidden ms', 'fastest ms', 'GB/s', 'slowest GB/s'
     table = _table(('axis', 'kind', 'site', 'phase'), (*numbers, *_roofline(profile)))
     for line in profile.collectives[:top]:
-        rate = line.bytes_per_second
+        rates = line.bytes_per_second, line.slowest_bytes_per_second
         table.add_row(
             line.axis or '-',
             line.kind,
@@ -108,7 +108,7 @@ def _collectives(profile: Profile, top: int) -> Table:
             _ms(line.exposed_seconds),
             _ms(line.hidden_seconds),
             _ms(line.transfer_seconds),
-            '-' if rate is None else rounded(rate / 1e9),
+            *('-' if rate is None else rounded(rate / 1e9) for rate in rates),
             *_predicted(profile, line),
         )
     return _more(table, profile.collectives, top)
@@ -158,8 +158,9 @@ def _notes(profile: Profile) -> Iterator[str]:
     yield from profile.left_out
     if profile.collectives:
         yield (
-            'fastest ms: per run, the shortest duration on any device (the one that arrived last '
-            'and waited for no other); GB/s: bytes sent, divided by it'
+            'fastest ms: per run, the shortest duration on any device of a group (the one that '
+            'arrived last and waited for no other); GB/s: bytes sent, divided by it; both of the '
+            "median device's group; slowest GB/s: of the group whose transfers take longest"
         )
     if len(profile.devices) > 1:
         median, slowest = profile.median, profile.slowest

@@ -55,10 +55,14 @@ class CollectiveLine(MeasuredLine):
     exposed_seconds: float = Field(description='seconds in which no kernel runs')
     hidden_seconds: float = Field(description='seconds that overlap kernels or other transfers')
     transfer_seconds: float = Field(
-        description='sum over runs of the shortest duration on any device, which arrived last and '
-        'waited for no other'
+        description="sum over runs of the shortest duration on any device of the median device's "
+        'group, which arrived last and waited for no other'
     )
     bytes_per_second: float | None = Field(description='wire_bytes divided by transfer_seconds')
+    slowest_bytes_per_second: float | None = Field(
+        description='the same for the group of devices whose transfers take longest'
+    )
+    slowest_processes: list[int] = Field(description='the processes of that group')
 
 
 class InstructionLine(MeasuredLine):

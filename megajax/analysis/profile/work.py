@@ -1,5 +1,6 @@
 """Describe the work of each instruction of a program: kernels, library calls, collectives."""
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -12,7 +13,7 @@ from megajax.analysis.profile.graphs import Schedule, is_graph
 from megajax.core.config import Config, ConfigError
 from megajax.core.hardware.records import Hardware
 from megajax.xla.hlo.collectives import Collective, collectives
-from megajax.xla.hlo.groups import device_groups
+from megajax.xla.hlo.groups import Groups, device_groups
 from megajax.xla.hlo.kernels import Kernel, kernels
 from megajax.xla.hlo.products import Product
 from megajax.xla.hlo.program import Computation, Instruction, Program
@@ -43,6 +44,7 @@ class Work(NamedTuple):
     times: int = 1  # runs in a step; 0 if only the data decides whether it runs
     flops: float = 0
     wire_bytes: float = 0
+    groups: Groups = ()  # the devices that wait for each other, as indices in the flattened mesh
     source: str = ''
     predicted: float | None = None
 
@@ -184,8 +186,20 @@ def _of_collective(
         is_transfer=True,
         times=largest.times,
         wire_bytes=sum(ring_bytes(kind, array, widest(groups)) for array in sent),
+        groups=_joined(groups) if kind == 'collective-permute' else groups,
         source=largest.source,
     )
+
+
+@functools.cache
+def _joined(pairs: Groups) -> Groups:
+    """Join the pairs of a permute that share a device: each device waits for both its neighbors."""
+    groups = list[set[int]]()
+    for pair in pairs:
+        touching = [group for group in groups if not group.isdisjoint(pair)]
+        groups = [group for group in groups if group not in touching]
+        groups.append({*pair}.union(*touching))
+    return tuple(tuple(sorted(group)) for group in groups)
 
 
 def peak_of(gpu: Hardware, dtype: str) -> float | None:

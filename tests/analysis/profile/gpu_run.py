@@ -81,6 +81,7 @@ def write_gpu_run(
     *overrides: str,
     program: str = PROGRAM,
     steps: Sequence[int] = (11,),
+    hosts: Sequence[str] = ('node-0', 'node-1', 'node-2'),
 ) -> Path:
     """A run with a trace of each process, which has the events of its devices."""
     config = load('tiny', ['mesh.data=1', 'mesh.model=2', *overrides])
@@ -94,5 +95,5 @@ def write_gpu_run(
         traces.mkdir(parents=True)
         planes = [gpu_plane(number, ran) for number, ran in enumerate(devices)]
         content = ProfileData.text_proto_to_serialized_xspace(host_plane(steps) + ''.join(planes))
-        (traces / f'node-{process}.xplane.pb').write_bytes(content)
+        (traces / f'{hosts[process]}.xplane.pb').write_bytes(content)
     return folder
