@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from megajax.core.train.compiler_options import step_options as step_options
     from megajax.core.train.custom import gradients as gradients
     from megajax.core.train.custom import loss as loss
+    from megajax.core.train.feed import local_rows as local_rows
     from megajax.core.train.feed import place_batch as place_batch
     from megajax.core.train.optimizer import decays as decays
     from megajax.core.train.optimizer import learning_rate as learning_rate
@@ -53,7 +54,7 @@ _NAMES = {
     'core.parallel.placements': ('placements',),
     'core.train.compiler_options': ('step_options',),
     'core.train.custom': ('gradients', 'loss'),
-    'core.train.feed': ('place_batch',),
+    'core.train.feed': ('local_rows', 'place_batch'),
     'core.train.optimizer': ('decays', 'learning_rate'),
     'core.train.step': ('TrainState', 'init_state', 'make_train_step'),
     'core.train.whole_matrices': ('on_whole_matrices',),

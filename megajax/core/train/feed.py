@@ -19,9 +19,10 @@ def place_batch(batch: Mapping[str, np.ndarray], *, batch_size: int | None = Non
     """Place host arrays [B, S] on the current mesh, each data shard's sequences on its devices.
 
     Context shards have the tokens in the order of `zigzag.py`; an array [B, 1] is on all of them.
-    With `batch_size`, the arrays contain only this process's sequences of a batch of that size.
-    Raises ConfigError for anything that is not such an array, and if context shards get a document
-    that is not one range of tokens.
+    Several processes must all pass the same whole batch, of which each places its own sequences.
+    With `batch_size`, the arrays contain only the sequences `local_rows(batch_size)` of a batch of
+    that size, which are this process's. Raises ConfigError for anything that is not such an array,
+    and if context shards get a document that is not one range of tokens.
     """
     _check_arrays(batch)
     sharding, of_rows = _sharding('BS'), _sharding('B-')
@@ -81,9 +82,9 @@ def shard_order(length: int, shards: int) -> np.ndarray | None:
 
 
 def local_rows(batch_size: int) -> slice:
-    """Return the smallest range of a batch's sequences with all on this process's devices.
+    """Return the range of a batch's sequences that this process places on the current mesh.
 
-    Sequences in between that belong to other processes are included.
+    It is the smallest range that contains them all, and may contain sequences of other processes.
     """
     mesh = jax.sharding.get_mesh()
     sharding = NamedSharding(mesh, batch_layout(mesh.axis_names)('B'))

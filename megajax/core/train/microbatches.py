@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from megajax.core.config import Config, ConfigError, Problem
+from megajax.core.config import Config, ConfigError, Problem, mistake
 from megajax.core.config.rules import of_batch
 from megajax.core.model.arr_coc.relevance import question
 from megajax.core.model.documents import first_tokens, of_all_shards
@@ -51,11 +51,24 @@ def _check_shape(batch: Batch, config: Config) -> None:
     rows, length = batch['tokens'].shape
     if (rows, length) == (config.train.batch_size, config.train.seq_len):
         return
+    _check_is_whole(rows, config)
     if problems := of_batch(config, rows, length):
         of = f'{rows:,} rows of {length:,} tokens do not fit the config'
         raise ConfigError(
             *(Problem('batch', f'{of}: {problem}', problem.others) for problem in problems)
         )
+
+
+def _check_is_whole(rows: int, config: Config) -> None:
+    """Raise ConfigError if each process passed its own rows to `place_batch` as the whole batch."""
+    count, whole = jax.process_count(), config.train.batch_size
+    if count > 1 and rows * count == whole:
+        message = (
+            f'{rows:,} rows in {count} processes, but train.batch_size={whole}: place_batch takes '
+            'the whole batch in each process; to pass only the rows local_rows(batch_size) of this '
+            f'process, give it batch_size={whole}'
+        )
+        raise mistake('batch', message, 'train.batch_size')
 
 
 def for_shards(batch: Batch, config: Config, layout: Layout) -> Batch:

@@ -198,6 +198,26 @@ def test_a_batch_that_does_not_fit_the_config_is_rejected(
         )
 
 
+def test_the_rows_of_one_of_two_processes_are_not_taken_for_a_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = config_of({'data': 2}, {}, 'none')
+    with on_mesh(config):
+        half = megajax.place_batch({name: x[:4] for name, x in batch_of(config).items()})
+        params = abstract_state(config).params
+
+        def loss() -> jax.ShapeDtypeStruct:
+            return jax.eval_shape(lambda params: megajax.loss(params, half, config), params)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(jax, 'process_count', lambda: 2)
+            with pytest.raises(
+                ConfigError, match=r'^batch: 4 rows in 2 processes.* batch_size=8\b'
+            ):
+                loss()
+        assert loss().shape == ()
+
+
 def test_a_batch_may_be_shorter_than_the_images_that_the_config_allows() -> None:
     config = megajax.load('tiny_vlm', ['mesh.data=1', 'mesh.model=1'])
     batch = {name: np.zeros((8, 16), np.int32) for name in ('tokens', 'labels', 'loss_mask')}
