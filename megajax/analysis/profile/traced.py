@@ -125,13 +125,19 @@ def _check_devices(folder: Path, program: Program, traces: list[Trace]) -> None:
 
 def _check_program(folder: Path, program: Program, module: str, traces: list[Trace]) -> None:
     """Raise ConfigError if the traces are of a different program."""
-    names = {
+    own = {
         event.name
         for trace in traces
         for events in trace.devices.values()
         for event in events
-        if event.module == module and not is_graph(event.name)
+        if event.module == module
     }
+    if not own:
+        raise ConfigError(
+            f'the traces in {folder} are not of the program stored with them: they have no event '
+            f'of {module}; trace some steps again'
+        )
+    names = {name for name in own if not is_graph(name)}
     known = {name for each in program.computations.values() for name in each.by_name}
     if len(names & known) < len(names) / 2:
         raise ConfigError(

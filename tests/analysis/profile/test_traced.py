@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from analysis.profile.gpu_run import FIRST, SECOND, Ran, write_gpu_run
+from analysis.profile.gpu_run import FIRST, PROGRAM, SECOND, Ran, write_gpu_run
 
 from megajax.analysis.profile import profile
 from megajax.analysis.profile.report import tables
@@ -24,6 +24,13 @@ def test_a_step_that_a_run_repeats_does_not_count(tmp_path: Path) -> None:
     assert [line.launches for line in result.instructions] == [1, 1, 1]
     note = 'step 12 does not count: train.replay_every=12 repeats it'
     assert note in as_text(tables(result, top=9))
+
+
+def test_a_trace_without_an_event_of_the_program_is_a_mistake(tmp_path: Path) -> None:
+    program = PROGRAM.replace('jit_train_step', 'jit_another')
+    run = write_gpu_run(tmp_path / 'run', [[FIRST, SECOND]], program=program)
+    with pytest.raises(ConfigError, match='they have no event of jit_another; trace some steps'):
+        profile(run)
 
 
 @pytest.mark.parametrize(
