@@ -125,11 +125,15 @@ def known_miscompiles(program: Any) -> list[str]:
     `program` is compiled HLO text or the result of `jax.jit(f).lower(...).compile()`.
     `docs/miscompiles.md` lists the known miscompiles. A match that a correct program can have as
     well is left out if the installed compiler does not have the bug. If that is unknown, the line
-    says so. Some bugs show only in a table with an entry for each device, which `as_text()`
-    abbreviates as `{...}` from 11 devices on: give the compiled program, or a text printed with
-    `print_large_constants`.
+    says so. The compiler is asked for the GPU of the compiled program, or for an H100 if `program`
+    is a text or for CPUs. Some bugs show only in a table with an entry for each device, which
+    `as_text()` abbreviates as `{...}` from 11 devices on: give the compiled program, or a text
+    printed with `print_large_constants`.
     """
-    return _known_miscompiles(_text(program), 'cpu')
+    from megajax.xla.miscompiles.guard import compiled_target
+
+    target = 'cpu' if isinstance(program, str) else compiled_target(program)
+    return _known_miscompiles(_text(program), target)
 
 
 def _known_miscompiles(text: str, target: str) -> list[str]:

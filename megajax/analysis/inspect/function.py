@@ -23,7 +23,7 @@ from megajax.xla.hlo.products import products, uncounted_calls
 from megajax.xla.hlo.program import Program
 from megajax.xla.hlo.text import program_text
 from megajax.xla.miscompiles import confirmed, detect_in
-from megajax.xla.miscompiles.guard import target_of
+from megajax.xla.miscompiles.guard import compiled_target
 
 
 class FunctionTransfer(Result):
@@ -99,7 +99,7 @@ def inspect_function(
     if target == 'cpu':
         function, args, sizes = prepared(function, args, mesh)
         compiled = compiled_program(function, args, mesh)
-        text, target = program_text(compiled), _target(compiled)
+        text, target = program_text(compiled), compiled_target(compiled)
     else:
         from megajax.xla.emulate.jitted import gpu_text  # only for a GPU
 
@@ -128,13 +128,6 @@ def inspect_function(
 
 def _known_miscompiles(program: Program, target: str) -> list[str]:
     return [str(finding) for finding in confirmed(detect_in(program), target)]
-
-
-def _target(compiled: jax.stages.Compiled) -> str:
-    """Return the target of the devices that a program was compiled for."""
-    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    devices = [device for sharding in shardings for device in sharding.device_set]
-    return target_of(devices[0]) if devices else 'cpu'
 
 
 def _transfers(program: Program, mesh: Mapping[str, int]) -> list[FunctionTransfer]:

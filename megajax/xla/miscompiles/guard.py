@@ -48,6 +48,13 @@ def mesh_target() -> str:
     return 'cpu' if mesh.empty else target_of(mesh.abstract_device)
 
 
+def compiled_target(compiled: jax.stages.Compiled) -> str:
+    """Return the target of the devices that a program was compiled for; `cpu` without an array."""
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    devices = [device for sharding in shardings for device in sharding.device_set]
+    return target_of(devices[0]) if devices else 'cpu'
+
+
 def workarounds(target: str) -> dict[str, Option]:
     """Return the workarounds that the compiler for `target` needs; only GPU compilers need any.
 

@@ -14,17 +14,19 @@ import pytest
 from flax import nnx
 from support import make_config
 
+from megajax.analysis import inspect
 from megajax.analysis.inspect.compile import compile_step
 from megajax.analysis.inspect.lint import known_miscompiles
 from megajax.core.config import Config, ConfigError, MiscompileError
 from megajax.core.counts.declaration import Parameter, Role
 from megajax.core.hardware.records import hardware
-from megajax.core.hardware.targets import GPUS, gpu_devices, has_compiler
+from megajax.core.hardware.targets import GPUS, WITHOUT_GPU, gpu_devices, has_compiler
 from megajax.core.model.embedding import VocabParallelEmbedding
 from megajax.core.model.parameters import Parameters
 from megajax.core.parallel.layout import Layout
 from megajax.core.parallel.mesh import axis_sizes, make_mesh, mesh_of
 from megajax.xla.hlo.program import Program
+from megajax.xla.hlo.text import program_text
 from megajax.xla.miscompiles import (
     REGISTER,
     __main__,
@@ -40,6 +42,7 @@ from megajax.xla.miscompiles import (
     workarounds,
 )
 from megajax.xla.miscompiles.empty_permute import EMPTY_PERMUTE, PASS
+from megajax.xla.miscompiles.entry import replicated
 from megajax.xla.miscompiles.guard import DEFAULT_TARGET, merged
 from megajax.xla.miscompiles.misplaced_bias import MISPLACED_BIAS
 from megajax.xla.miscompiles.probe import Answer
@@ -215,6 +218,20 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
     for module in (guard, probe, __main__):
         monkeypatch.setattr(module, 'ask', lambda entry, target: given.get(entry.name, RIGHT))
     return given
+
+
+@needs_compiler
+@pytest.mark.parametrize('target', ['a100', 'h100'])
+def test_a_compiled_program_is_judged_by_the_compiler_for_its_own_devices(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_a100 = {'a100': Answer(is_faulty=True, workaround=None)}
+    monkeypatch.setattr(probe, 'ask', lambda entry, target: of_a100.get(target, RIGHT))
+    arrays = replicated(gpu_devices(target, hosts=1, per_host=1), (256, 256), (256, 512), (512,))
+    lowered = jax.jit(lambda x, w, b: 1.5 * (x @ w) + b[None]).lower(*arrays)
+    compiled = lowered.compile({**WITHOUT_GPU, 'xla_gpu_enable_triton_gemm': False})
+    assert len(detect(program_text(compiled))) == 1
+    assert len(inspect.known_miscompiles(compiled)) == (target == 'a100')
 
 
 def test_a_config_that_loses_a_shard_is_refused_where_nothing_cures_it(answers: Answers) -> None:
