@@ -74,6 +74,8 @@ def compare(
         if overrides and first.kind == second.kind == 'dump':
             raise ConfigError(f'{a} and {b} are dumps of computed numbers: remove {overrides[0]}')
         sides = _with_like_adapters(_sides([first, second], transformers))
+        if transformers:
+            _check_dropout_of_dumps(sides)
         fixed = [side.recording is not None for side in sides]
         check_comparable(sides[0].config, sides[1].config, names=[a, b], fixed=fixed)
         batch = _batch(sides, data=data)
@@ -158,6 +160,16 @@ def _sides(sources: Sequence[Source], transformers: str | None) -> list[_Side]:
         )
         for index, source in enumerate(sources)
     ]
+
+
+def _check_dropout_of_dumps(sides: Sequence[_Side]) -> None:
+    """Raise ConfigError for a dump computed with dropout, which transformers would not repeat."""
+    for side in sides:
+        if side.recording is not None and side.config.model.has_dropout:
+            raise ConfigError(
+                f'{side.source.name} was computed with dropout, which --transformers disables: '
+                f'dump it again with {" ".join(WITHOUT_DROPOUT)}'
+            )
 
 
 def _with_like_adapters(sides: Sequence[_Side]) -> list[_Side]:

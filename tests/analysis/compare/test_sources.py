@@ -21,7 +21,7 @@ import megajax
 from megajax.analysis.compare import sources
 from megajax.analysis.compare.api import _batch, _Side
 from megajax.analysis.compare.in_transformers import _modules, check_installed
-from megajax.analysis.compare.recording import read_recording
+from megajax.analysis.compare.recording import About, Recording, read_recording, write_recording
 from megajax.analysis.compare.sources import Source, check_comparable
 from megajax.commands.main import app
 from megajax.core.config import Config, ConfigError, dump, load
@@ -289,6 +289,21 @@ def test_a_mistake_is_named_before_anything_compiles(arguments: list[str], messa
     result = command(*arguments)
     assert isinstance(result.exception, ConfigError)
     assert message in str(result.exception)
+
+
+def test_a_dump_with_dropout_is_not_compared_with_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr('megajax.analysis.compare.in_transformers.find_spec', lambda name: name)
+    config = small(model={'dropout': 0.1}).model_dump(mode='json')
+    about = About(
+        source='small', config=config, executed_with='', megajax='', platform='', weights={}
+    )
+    file = tmp_path / 'a.npz'
+    write_recording(file, Recording(about=about, batch={}, forward={}, gradients={}))
+    expected = r'a\.npz was computed with dropout.*model\.dropout=0 model\.attention_dropout=0'
+    with pytest.raises(ConfigError, match=expected):
+        megajax.compare.compare(file, DATA / 'llama2', transformers='b')
 
 
 def test_transformers_that_is_not_installed_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
