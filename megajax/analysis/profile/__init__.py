@@ -15,6 +15,7 @@ from megajax.analysis.profile.attribute import (
     process_lines,
     product_lines,
 )
+from megajax.analysis.profile.lost import lost_kernels
 from megajax.analysis.profile.measure import in_mesh_order, measure
 from megajax.analysis.profile.predict import predictions
 from megajax.analysis.profile.result import Prediction, Profile
@@ -63,7 +64,7 @@ def _profile(run: Path, traced: Traced, record: Hardware | None) -> Profile:
     return Profile(
         run=str(run),
         steps=traced.steps,
-        left_out=traced.left_out,
+        notes=[*traced.left_out, *lost_kernels(measured, work)],
         mesh=dict(config.mesh.sizes),
         device=traces[0].gpu or 'cpu',
         hardware=record.name if record else None,

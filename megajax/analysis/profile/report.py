@@ -155,7 +155,7 @@ def _processes(profile: Profile) -> Table:
 
 
 def _notes(profile: Profile) -> Iterator[str]:
-    yield from profile.left_out
+    yield from profile.notes
     if profile.collectives:
         yield (
             'fastest ms: per run, the shortest duration on any device of a group (the one that '

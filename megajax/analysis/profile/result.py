@@ -114,7 +114,9 @@ class Profile(Result):
     schema_version: Literal[1] = 1
     run: str
     steps: list[int]
-    left_out: list[str] = Field(default=[], description='traced steps that do not count, and why')
+    notes: list[str] = Field(
+        default=[], description='traced steps that do not count, and events that were lost'
+    )
     mesh: dict[str, int]
     device: str = Field(description="jax's name of the GPUs, or cpu")
     hardware: str | None = Field(description='the record whose peak and links it is compared with')

@@ -11,6 +11,7 @@ from jax.stages import Compiled
 
 from megajax.core.config import Config, dump
 from megajax.core.config.load import CONFIG
+from megajax.core.hardware.targets import is_nvidia
 from megajax.runtime.processes.consensus import all_are_here
 from megajax.runtime.run.saved_step import PROGRAM, compressed
 from megajax.xla.hlo.text import program_text
@@ -20,7 +21,20 @@ PROCESS = 'process_{}'
 STEP = 'train'  # the name of a step's event
 WRITTEN = 600.0  # seconds within which the first process must have written the program
 
+# XLA drops the events of a process's GPUs beyond this number, 2**21 unless it is set. A step of a
+# large model has a million on 8 GPUs.
+MAX_GPU_EVENTS = 2**26
+
 logger = logging.getLogger(__name__)
+
+
+def options_for(device: jax.Device) -> jax.profiler.ProfileOptions:
+    """Return the options of a trace: without Python frames, which take time, but all kernels."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    if is_nvidia(device):
+        options.advanced_configuration = {'gpu_max_activity_api_events': MAX_GPU_EVENTS}
+    return options
 
 
 class Profiler:
@@ -90,7 +104,9 @@ class Profiler:
         try:
             if jax.process_index() == 0:
                 self._write_program()
-            jax.profiler.start_trace(self.folder)
+            jax.profiler.start_trace(
+                self.folder, profiler_options=options_for(jax.local_devices()[0])
+            )
             self._tracing = True
         except Exception as error:
             logger.warning('the trace could not be started: %s', error)

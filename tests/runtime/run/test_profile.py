@@ -3,13 +3,14 @@
 import contextlib
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
 from checkpoints import tiny
 
 from megajax.runtime.run import profile
-from megajax.runtime.run.profile import FOLDER, Profiler
+from megajax.runtime.run.profile import FOLDER, Profiler, options_for
 from megajax.runtime.run.saved_step import PROGRAM
 
 
@@ -46,13 +47,20 @@ def test_where_there_is_a_trace_it_is_no_warning(
     assert [record.levelno for record in caplog.records] == [logging.INFO]
 
 
+def test_the_trace_of_a_gpu_may_have_more_events_than_xla_keeps_by_default() -> None:
+    h100 = SimpleNamespace(platform='gpu', device_kind='NVIDIA H100 80GB HBM3')
+    (limit,) = options_for(h100).advanced_configuration.values()
+    assert limit > 2 * 1024 * 1024
+    assert options_for(jax.devices()[0]).advanced_configuration == {}
+
+
 @pytest.mark.parametrize('fails', [False, True])
 def test_no_process_begins_a_traced_step_before_the_program_is_written(
     fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
 
-    def start_trace(folder: Path) -> None:
+    def start_trace(folder: Path, profiler_options: jax.profiler.ProfileOptions) -> None:
         seen.append('start')
         if fails:
             raise RuntimeError('there is a trace already')
