@@ -11,6 +11,7 @@ has an event for each traced step.
 """
 
 import dataclasses
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -45,7 +46,10 @@ class Event(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trace:
-    """The trace of one process: its steps by number, and the events of its devices by number."""
+    """The trace of one process: its steps by number, and the events of its devices by number.
+
+    Events outside all steps are left out.
+    """
 
     host: str
     steps: Mapping[int, Window]
@@ -66,7 +70,10 @@ def read_trace(path: Path) -> Trace:
     host = planes.get(_HOST)
     steps = _steps(host) if host else {}
     devices = (
-        {int(name.removeprefix(_GPU)): [*_on_gpu(plane)] for name, plane in gpus.items()}
+        {
+            int(name.removeprefix(_GPU)): [*_on_gpu(plane, [*steps.values()])]
+            for name, plane in gpus.items()
+        }
         if gpus
         else _on_cpu(host, [*steps.values()])
     )
@@ -94,13 +101,17 @@ def _steps(host: Any) -> dict[int, Window]:
     }
 
 
-def _on_gpu(plane: Any) -> Iterator[Event]:
+def _on_gpu(plane: Any, steps: Sequence[Window]) -> Iterator[Event]:
     for line in plane.lines:
         if line.name.startswith(_STREAM):  # other lines repeat these events or are counters
             for event in line.events:
-                stats = dict(event.stats)
-                name = str(stats.get('hlo_op', event.name))
-                yield Event(name, str(stats.get('hlo_module', '')), *_window(event), event.name)
+                window = _window(event)
+                if _is_within(window, steps):
+                    stats = dict(event.stats)
+                    names = stats.get('hlo_op', event.name), stats.get('hlo_module', ''), event.name
+                    # A large trace has millions of events, but few names.
+                    name, module, kernel = (sys.intern(str(text)) for text in names)
+                    yield Event(name, module, *window, kernel)
 
 
 def _on_cpu(host: Any, steps: Sequence[Window]) -> dict[int, list[Event]]:
@@ -120,9 +131,16 @@ def _on_cpu(host: Any, steps: Sequence[Window]) -> dict[int, list[Event]]:
     for window, stats in begun:
         end = max(window.end, ends.get(stats.get('_p', 0), window.end))
         end = min([end, *(step.end for step in steps if step.start <= window.start < step.end)])
-        event = Event(str(stats['hlo_op']), str(stats['hlo_module']), window.start, end)
-        devices[int(stats['device_ordinal'])].append(event)
+        if _is_within(Window(window.start, end), steps):
+            name, module = (sys.intern(str(stats[key])) for key in ('hlo_op', 'hlo_module'))
+            event = Event(name, module, window.start, end)
+            devices[int(stats['device_ordinal'])].append(event)
     return devices
+
+
+def _is_within(window: Window, steps: Sequence[Window]) -> bool:
+    """Return whether an event overlaps with a step."""
+    return any(window.end > step.start and window.start < step.end for step in steps)
 
 
 def _window(event: Any) -> Window:

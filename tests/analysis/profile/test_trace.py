@@ -66,6 +66,21 @@ def test_the_streams_of_a_gpu_are_read_once_and_its_name(tmp_path):
         assert event.kernel == wanted.kernel
 
 
+def test_equal_names_are_one_object_and_events_outside_the_steps_are_left_out(tmp_path):
+    stats = 'stats { metadata_id: 1 ref_value: 3 } stats { metadata_id: 2 ref_value: 5 }'
+    more = ''.join(
+        f'events {{ metadata_id: 1 offset_ps: {start}000000 duration_ps: 1000000 {stats} }}'
+        for start in (5, 20)  # the step ends after 9
+    )
+    line = 'name: "Stream #13(Compute)"'
+    text = GPU.replace(line, f'{line} {more}')
+    (events,) = read_trace(write_gpu_trace(tmp_path / 'a.xplane.pb', text)).devices.values()
+    same = [event for event in events if event.name == 'gemm_fusion.1']
+    assert sorted(event.start for event in same) == pytest.approx([1e-6, 5e-6])
+    for names in zip(*((event.name, event.module, event.kernel) for event in same), strict=True):
+        assert len({id(name) for name in names}) == 1
+
+
 def test_each_simulated_device_of_a_process_has_its_own_events_within_the_steps(traced_run):
     (path,) = (traced_run / 'profile').rglob('*.xplane.pb')
     trace = read_trace(path)
