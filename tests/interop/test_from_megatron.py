@@ -309,6 +309,13 @@ def test_the_import_of_the_checkpoint_is_that_of_the_line(added: str, printed: s
     assert 'Without a meaning' not in text
 
 
+def test_a_line_without_data_says_which_corpus_it_has() -> None:
+    note = '# No --data-path is in the line, so that data.corpus is stdlib: set it.\n'
+    assert note in convert(SMALL)
+    assert note in convert(SMALL + '--mock-data')
+    assert 'No --data-path' not in convert(SMALL + '--data-path web')
+
+
 @pytest.mark.parametrize('norm', ['', '--normalization RMSNorm '])
 def test_norms_that_begin_at_one_plus_zero_convert(norm: str) -> None:
     text = convert(f'{SMALL}{norm}--apply-layernorm-1p')
@@ -384,6 +391,7 @@ def test_all_faults_of_a_line_are_named_at_once() -> None:
         ('--recompute-modules mlp', '--recompute-modules mlp: .* full'),
         ('--eod-mask-loss', '--eod-mask-loss: is not supported alone: give --reset-position-ids'),
         ('--reset-position-ids', 'data.document_mask does both: give both, or neither'),
+        ('--per-split-data-args-path x.json', 'x.json: is not supported: .* with --split'),
         ('--data-path web books news', '--data-path web books news: give each prefix its weight'),
         (
             '--data-path 0.5 a 0.3 b 0.2 a',

@@ -211,8 +211,7 @@ NO_MEANING: Mapping[str, str] = {
     READER: """
         num_workers data_cache_path no_mmap_bin_files data_impl mmap_warmup lazy_loader
         no_create_attention_mask_in_dataloader num_dataset_builder_threads
-        object_storage_cache_path presplit_sentences
-        per_split_data_args_path dataloader_save
+        object_storage_cache_path presplit_sentences dataloader_save
     """,
     'the corpus already consists of token ids; data.tokenizer names a tokenizer.json': """
         merge_file vocab_extra_ids tiktoken_pattern tiktoken_num_special_tokens
@@ -240,6 +239,7 @@ INSTEAD: Mapping[str, str] = {
     'train_data_path': 'give one --data-path with --split',
     'valid_data_path': 'give one --data-path with --split',
     'test_data_path': 'give one --data-path with --split',
+    'per_split_data_args_path': 'give one --data-path with --split',
     'data_args_path': 'give --data-path',
     'sft': 'train on JSON lines with messages, with data.corpus and data.chat_template',
     'full_validation': 'set train.eval_batches in the YAML',

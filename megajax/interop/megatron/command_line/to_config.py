@@ -209,6 +209,10 @@ def _head(line: Line, config: Config) -> Iterator[str]:
     else:
         sizes = ' x '.join(f'{axis} {size}' for axis, size in mesh.sizes.items() if size > 1)
         yield f'# {line.world_size} GPUs: {sizes or "one"}'
+    if not line.get('data_path'):
+        yield from _comment(
+            f'No --data-path is in the line, so that data.corpus is {config.data.corpus}: set it.'
+        )
     if folder := line.get('load'):
         if step := line.get('ckpt_step'):
             folder = f'{folder}/iter_{step:07}'
