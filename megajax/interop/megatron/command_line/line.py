@@ -18,6 +18,7 @@ from megajax.interop.megatron.command_line.arguments import ONLY
 from megajax.interop.megatron.command_line.muon import KINDS
 from megajax.interop.megatron.command_line.script import find_launch, program_of
 from megajax.interop.megatron.command_line.table import (
+    DEFAULTS,
     INSTEAD,
     NO_MEANING,
     READ,
@@ -71,6 +72,10 @@ class Line(NamedTuple):
     def get(self, name: str) -> Any:
         """Return the value of an argument; None if it was not given."""
         return self.arguments.get(name)
+
+    def default(self, name: str) -> Any:
+        """Return the value of an argument, or Megatron-LM's default."""
+        return self.arguments.get(name, DEFAULTS[name])
 
 
 def read_line(words: Sequence[str], *, world_size: int | None = None) -> Line:

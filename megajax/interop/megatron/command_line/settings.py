@@ -3,45 +3,16 @@
 Imports no jax.
 """
 
-import json
-import re
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from megajax.core.config import ConfigError
 from megajax.core.config.section import plain_number
 from megajax.interop.megatron.command_line.arguments import EOD, VOCABULARIES, read_arguments
+from megajax.interop.megatron.command_line.corpus import data_of, vocab_size_of
 from megajax.interop.megatron.command_line.line import Line
 from megajax.interop.megatron.command_line.muon import muon_of
 
 Keys = dict[str, Any]
-# Megatron-LM's defaults, except a model's, which are in `arguments.py`. Where releases differ, they
-# are megatron-core 0.19's, except for `eval_interval`: without it, 0.19 does not evaluate.
-DEFAULTS: Mapping[str, Any] = {
-    'tensor_model_parallel_size': 1,
-    'pipeline_model_parallel_size': 1,
-    'context_parallel_size': 1,
-    'eval_interval': 1000,
-    'eval_iters': 100,
-    'log_interval': 100,
-    'seed': 1234,
-    'min_lr': 0.0,
-    'lr_decay_style': 'linear',
-    'lr_warmup_init': 0.0,
-    'lr_wsd_decay_style': 'exponential',
-    'weight_decay': 0.01,
-    'adam_beta1': 0.9,
-    'adam_beta2': 0.999,
-    'adam_eps': 1e-8,
-    'clip_grad': 1.0,
-    'split': '969, 30, 1',
-    'mid_level_dataset_surplus': 0.005,
-    'cp_comm_type': 'p2p',
-    'data_parallel_sharding_strategy': 'optim_grads_params',
-    'profile_step_start': 10,
-    'profile_step_end': 12,
-}
 NEEDED = ('num_layers', 'hidden_size', 'num_attention_heads', 'seq_length', 'lr')
 SCHEDULES = {
     'constant': 'constant',
@@ -84,14 +55,10 @@ def settings_of(line: Line, problems: list[str]) -> dict[str, Keys] | None:
         'mesh': mesh,
         'train': train,
         'optim': _optim(line, train['steps'], train['batch_size'], problems),
-        'data': _data(line, problems),
+        'data': data_of(line, problems),
         'checkpoint': _checkpoint(line),
         'run': _run(line),
     }
-
-
-def _default(line: Line, name: str) -> Any:
-    return line.arguments.get(name, DEFAULTS[name])
 
 
 def _model(line: Line, data: int, problems: list[str]) -> Keys:
@@ -101,7 +68,7 @@ def _model(line: Line, data: int, problems: list[str]) -> Keys:
     if given.get('swiglu') and 'ffn_hidden_size' not in given:
         given['ffn_hidden_size'] = int(4 * given['hidden_size'] * 2 / 3 / 64) * 64
     try:
-        given['vocab_size'] = _vocab_size(line)
+        given['vocab_size'] = vocab_size_of(line)
     except ConfigError as error:
         problems.append(str(error))
         given['vocab_size'] = VOCABULARIES['GPT2BPETokenizer']
@@ -111,40 +78,9 @@ def _model(line: Line, data: int, problems: list[str]) -> Keys:
     return model | ({'objective': 'masked_lm'} if line.is_bert else {})
 
 
-def _vocab_size(line: Line) -> int:
-    # The programs' defaults if the arguments choose none.
-    usual = 'BertWordPieceLowerCase' if line.is_bert else 'GPT2BPETokenizer'
-    kind, size = line.get('tokenizer_type') or usual, line.get('vocab_size')
-    if size is not None:
-        return int(size)
-    if kind in VOCABULARIES:
-        return VOCABULARIES[kind]
-    if (tokenizer := _tokenizer(line)) and Path(tokenizer).is_file():
-        try:
-            content = json.loads(Path(tokenizer).read_bytes())
-            added = (token['id'] for token in content['added_tokens'])
-            vocab = content['model']['vocab']
-            ids = range(len(vocab)) if isinstance(vocab, list) else vocab.values()
-            return 1 + max([*ids, *added])
-        except (AttributeError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ConfigError(f'{tokenizer}: is not a tokenizer.json: {error!r:.80}') from error
-    raise ConfigError(
-        f'--tokenizer-type {kind}: the number of its tokens is not in the arguments: '
-        'add --vocab-size N'
-    )
-
-
-def _tokenizer(line: Line) -> str | None:
-    """Return the tokenizer.json that an argument points to."""
-    model = line.get('tokenizer_model')
-    if line.get('tokenizer_type') != 'HuggingFaceTokenizer' or not model:
-        return None
-    return model if model.endswith('.json') else f'{model}/tokenizer.json'
-
-
 def _mesh(line: Line, problems: list[str]) -> Keys:
     tensor, stages, context = (
-        _default(line, f'{kind}_parallel_size')
+        line.default(f'{kind}_parallel_size')
         for kind in ('tensor_model', 'pipeline_model', 'context')
     )
     mesh: Keys = {'model': tensor, 'stages': stages, 'context': context}
@@ -153,7 +89,7 @@ def _mesh(line: Line, problems: list[str]) -> Keys:
     mesh['sequence_parallel'] = bool(line.get('sequence_parallel')) and tensor > 1
     if context > 1:
         names = {'p2p': 'ring', 'a2a': 'all_to_all'}
-        mesh['context_exchange'] = names.get(_default(line, 'cp_comm_type'), 'gather')
+        mesh['context_exchange'] = names.get(line.default('cp_comm_type'), 'gather')
     if virtual := _virtual_stages(line, stages, problems):
         mesh['virtual_stages'] = virtual
     if line.world_size is not None:
@@ -202,10 +138,10 @@ def _train(line: Line, data: int, problems: list[str]) -> Keys:
         'seq_len': line.arguments['seq_length'],
         'dtype': _dtype(line, problems),
         'recompute': line.get('recompute_granularity') or 'none',
-        'eval_every': _default(line, 'eval_interval'),
-        'eval_batches': _default(line, 'eval_iters'),
-        'log_every': _default(line, 'log_interval'),
-        'seed': _default(line, 'seed'),
+        'eval_every': line.default('eval_interval'),
+        'eval_batches': line.default('eval_iters'),
+        'log_every': line.default('log_interval'),
+        'seed': line.default('seed'),
         'deterministic': bool(line.get('deterministic_mode')),
     }
     if line.get('fp8_recipe') == 'tensorwise' and train['dtype'] == 'fp8':
@@ -213,7 +149,7 @@ def _train(line: Line, data: int, problems: list[str]) -> Keys:
     if line.get('initial_loss_scale') and train['dtype'] == 'float16':
         train['loss_scale'] = line.get('initial_loss_scale')
     if line.get('profile'):
-        start, end = (_default(line, f'profile_step_{edge}') for edge in ('start', 'end'))
+        start, end = (line.default(f'profile_step_{edge}') for edge in ('start', 'end'))
         train['profile'] = {'start': start, 'steps': end - start}
     return train
 
@@ -233,13 +169,13 @@ def _optim(line: Line, steps: int, batch: int, problems: list[str]) -> Keys:
     return {
         **muon_of(line.arguments),
         'lr': line.arguments['lr'],
-        'min_lr': _default(line, 'min_lr'),
+        'min_lr': line.default('min_lr'),
         **_schedule(line, steps, batch, problems),
-        'weight_decay': _default(line, 'weight_decay'),
-        'beta1': _default(line, 'adam_beta1'),
-        'beta2': _default(line, 'adam_beta2'),
-        'eps': _default(line, 'adam_eps'),
-        'grad_clip': _default(line, 'clip_grad'),
+        'weight_decay': line.default('weight_decay'),
+        'beta1': line.default('adam_beta1'),
+        'beta2': line.default('adam_beta2'),
+        'eps': line.default('adam_eps'),
+        'grad_clip': line.default('clip_grad'),
         'shard': _shard(line),
         'reduce_dtype': 'bfloat16' if line.get('grad_reduce_in_bf16') else 'float32',
         'moments_dtype': 'bfloat16' if moments == {'bf16'} else 'float32',
@@ -256,8 +192,8 @@ def _schedule(line: Line, steps: int, batch: int, problems: list[str]) -> Keys:
     decay = max(number_of_steps('lr_decay') or number_of_steps('train') or steps, 1)
     fraction = line.get('lr_warmup_fraction')
     warmup = fraction * decay if fraction else number_of_steps('lr_warmup') or 0
-    init, falls = _default(line, 'lr_warmup_init'), line.arguments['lr'] != _default(line, 'min_lr')
-    style = _default(line, 'lr_decay_style') if falls else 'constant'
+    init, falls = line.default('lr_warmup_init'), line.arguments['lr'] != line.default('min_lr')
+    style = line.default('lr_decay_style') if falls else 'constant'
     # Megatron-LM's warmup is then one sample, at the full lr
     if style == 'inverse-square-root' and not warmup:
         warmup, init = 1 / batch, line.arguments['lr']
@@ -274,7 +210,7 @@ def _schedule(line: Line, steps: int, batch: int, problems: list[str]) -> Keys:
         return schedule
     return schedule | {
         'wsd_steps': plain_number(max(fall, 1)),
-        'wsd_decay': _default(line, 'lr_wsd_decay_style'),
+        'wsd_decay': line.default('lr_wsd_decay_style'),
     }
 
 
@@ -282,58 +218,9 @@ def _shard(line: Line) -> str:
     if line.get('use_torch_fsdp2'):
         return 'weights'
     if line.get('use_megatron_fsdp'):
-        return SHARDS[_default(line, 'data_parallel_sharding_strategy')]
+        return SHARDS[line.default('data_parallel_sharding_strategy')]
     is_sharded = line.get('use_distributed_optimizer') or line.get('optimizer') == 'dist_muon'
     return 'optimizer' if is_sharded else 'none'
-
-
-def _data(line: Line, problems: list[str]) -> Keys:
-    data: Keys = {'split': ','.join(split_of(line))}
-    paths = line.get('data_path') or []
-    if len(paths) == 1:
-        data['corpus'] = paths[0]
-    elif paths:
-        data['blend'] = _blend(paths, problems)
-        if _default(line, surplus := 'mid_level_dataset_surplus') != DEFAULTS[surplus]:
-            why = 'is not supported with several corpora, whose order depends on it'
-            problems.append(f'{line.spelled[surplus]}: {why}: give {DEFAULTS[surplus]}')
-    if paths and not line.is_bert:
-        # The same samples in the same order; the corpus already consists of token ids.
-        data |= {'order': 'megatron', 'tokenizer': _tokenizer(line) or 'none'}
-    resets = [bool(line.get(f'reset_{what}')) for what in ('position_ids', 'attention_mask')]
-    if any(resets) and not all(resets):
-        both = '--reset-position-ids, --reset-attention-mask'
-        problems.append(f'{both}: data.document_mask does both: give both, or neither')
-    if line.get('eod_mask_loss') and not any(resets):
-        problems.append(
-            '--eod-mask-loss: is not supported alone: give --reset-position-ids and '
-            '--reset-attention-mask too, which data.document_mask includes, or leave it out'
-        )
-    return data | {'document_mask': all(resets)}
-
-
-def split_of(line: Line) -> list[str]:
-    """Return the three parts of the data: as in Megatron-LM, the numbers in the text, then 0."""
-    parts = re.findall(r'[.0-9]+', _default(line, 'split'))
-    return parts + ['0'] * (3 - len(parts))
-
-
-def _blend(paths: list[str], problems: list[str]) -> Keys:
-    prefixes = paths[1::2]
-    if twice := [path for number, path in enumerate(prefixes) if path in prefixes[:number]]:
-        problems.append(
-            f'--data-path {" ".join(paths)}: names {twice[0]} twice, which data.blend cannot: '
-            'name it once, with the sum of its weights'
-        )
-    try:
-        weights = [float(weight) for weight in paths[::2]]
-        return dict(zip(prefixes, weights, strict=True))
-    except ValueError:
-        problems.append(
-            f'--data-path {" ".join(paths)}: give each prefix its weight before it, '
-            'as in --data-path 0.3 web 0.7 books'
-        )
-        return {}
 
 
 def _checkpoint(line: Line) -> Keys:

@@ -1,4 +1,4 @@
-"""The table of Megatron-LM's arguments: which ones set a config key, and why others do not.
+"""The table of Megatron-LM's arguments: which set a config key, why others do not, and defaults.
 
 Names are written as in Megatron-LM's namespace, for example `num_layers` for `--num-layers`. The
 releases range from the first (2019) to megatron-core 0.19. Arguments that neither `pretrain_gpt.py`
@@ -275,6 +275,32 @@ INSTEAD: Mapping[str, str] = {
     'fp4_format': 'give --fp8-format hybrid, or --bf16',
     'label_smoothing': 'set loss.label_smoothing in the YAML',
     'use_dion': 'give --optimizer muon or adam',
+}
+# Megatron-LM's defaults, except a model's, which are in `arguments.py`. Where releases differ, they
+# are megatron-core 0.19's, except for `eval_interval`: without it, 0.19 does not evaluate.
+DEFAULTS: Mapping[str, Any] = {
+    'tensor_model_parallel_size': 1,
+    'pipeline_model_parallel_size': 1,
+    'context_parallel_size': 1,
+    'eval_interval': 1000,
+    'eval_iters': 100,
+    'log_interval': 100,
+    'seed': 1234,
+    'min_lr': 0.0,
+    'lr_decay_style': 'linear',
+    'lr_warmup_init': 0.0,
+    'lr_wsd_decay_style': 'exponential',
+    'weight_decay': 0.01,
+    'adam_beta1': 0.9,
+    'adam_beta2': 0.999,
+    'adam_eps': 1e-8,
+    'clip_grad': 1.0,
+    'split': '969, 30, 1',
+    'mid_level_dataset_surplus': 0.005,
+    'cp_comm_type': 'p2p',
+    'data_parallel_sharding_strategy': 'optim_grads_params',
+    'profile_step_start': 10,
+    'profile_step_end': 12,
 }
 
 

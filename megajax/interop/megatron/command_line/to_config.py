@@ -11,10 +11,11 @@ from megajax.core.config.load import dump_sections
 from megajax.core.config.schema import keys_of
 from megajax.interop.megatron.command_line import muon
 from megajax.interop.megatron.command_line.arguments import NULL, rejected
+from megajax.interop.megatron.command_line.corpus import split_of
 from megajax.interop.megatron.command_line.keys import SOURCES
 from megajax.interop.megatron.command_line.line import Line
 from megajax.interop.megatron.command_line.script import WAY_OUT
-from megajax.interop.megatron.command_line.settings import SCHEDULES, settings_of, split_of
+from megajax.interop.megatron.command_line.settings import SCHEDULES, settings_of
 
 COLUMNS = 100
 DROPOUT = 'attention_dropout'
