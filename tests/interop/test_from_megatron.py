@@ -144,6 +144,14 @@ def test_a_percentage_of_the_head_dim_is_rotated(tmp_path: Path) -> None:
     assert 'rotary_fraction' not in convert(SMALL + '--position-embedding-type rope')
 
 
+def test_moments_have_the_dtype_that_both_arguments_give(tmp_path: Path) -> None:
+    for given in 'bf16', 'fp32':
+        line = f'{SMALL} --use-precision-aware-optimizer --exp-avg-dtype {given}'
+        dtype = config_of(f'{line} --exp-avg-sq-dtype {given}', tmp_path).optim.moments_dtype
+        assert dtype == {'bf16': 'bfloat16', 'fp32': 'float32'}[given]
+    assert config_of(SMALL + '--exp-avg-dtype fp32', tmp_path).optim.moments_dtype == 'float32'
+
+
 ROPE = '--position-embedding-type rope --num-layers 5'
 
 
@@ -398,6 +406,8 @@ def test_all_faults_of_a_line_are_named_at_once() -> None:
             '--data-path 0.5 a 0.3 b 0.2 a: names a twice, .* name it once, with the sum',
         ),
         ('--fp16 --bf16', 'give one of the two'),
+        ('--exp-avg-dtype bf16', 'both moments have one dtype, .* give both the same'),
+        ('--exp-avg-sq-dtype bf16', 'both moments have one dtype, .* give both the same'),
         (
             '--hiden-size 4',
             r'--hiden-size 4: is not a known argument .* did you mean --hidden-size\?',

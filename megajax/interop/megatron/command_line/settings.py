@@ -163,9 +163,12 @@ def _dtype(line: Line, problems: list[str]) -> str:
 
 
 def _optim(line: Line, steps: int, batch: int, problems: list[str]) -> Keys:
-    moments = {line.get(f'{moment}_dtype') for moment in ('exp_avg', 'exp_avg_sq')} - {None}
+    moments = {line.get(f'{moment}_dtype') or 'fp32' for moment in ('exp_avg', 'exp_avg_sq')}
     if len(moments) > 1:
-        problems.append('--exp-avg-dtype and --exp-avg-sq-dtype: both moments have one dtype')
+        problems.append(
+            '--exp-avg-dtype and --exp-avg-sq-dtype: both moments have one dtype, which is fp32 '
+            'by default: give both the same'
+        )
     return {
         **muon_of(line.arguments),
         'lr': line.arguments['lr'],
