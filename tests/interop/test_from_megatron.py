@@ -635,6 +635,23 @@ def test_overrides_of_nemo_are_read(tmp_path: Path) -> None:
     assert config.model.zero_centered_norm
 
 
+@pytest.mark.parametrize(
+    ('added', 'groups'),
+    [
+        ('', 4),
+        ('--group-query-attention', 1),  # the default of --num-query-groups
+        ('--group-query-attention --num-query-groups 2', 2),
+        ('--num-query-groups 2', 4),
+        ('model.num_query_groups=2', 2),
+        ('model.num_query_groups=2 --group-query-attention=false', 4),
+    ],
+)
+def test_query_groups_are_those_of_the_program(added: str, groups: int, tmp_path: Path) -> None:
+    assert config_of(SMALL + added, tmp_path).model.num_kv_heads == groups
+    note = '  # Without --group-query-attention, Megatron-LM ignores --num-query-groups 2.\n'
+    assert (f'{note}  num_kv_heads: 4\n' in convert(SMALL + added)) == (added[:5] == '--num')
+
+
 def test_a_script_is_read_without_running_it(tmp_path: Path) -> None:
     script = tmp_path / 'train.sh'
     script.write_text(

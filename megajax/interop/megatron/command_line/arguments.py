@@ -134,9 +134,7 @@ def _model(arguments: Mapping[str, Any], vocab_size: Any, rope: bool) -> Keys:
         'num_layers': get('num_layers'),
         'hidden_size': hidden,
         'num_heads': heads,
-        'num_kv_heads': get('num_query_groups', heads)
-        if get('group_query_attention', False)
-        else heads,
+        'num_kv_heads': _num_kv_heads(arguments),
         'head_dim': get('kv_channels', hidden // heads),
         'ffn_size': get('ffn_hidden_size', 4 * hidden),
         'vocab_size': vocab_size,
@@ -170,6 +168,13 @@ def _model(arguments: Mapping[str, Any], vocab_size: Any, rope: bool) -> Keys:
         }
     model |= _of_layers(arguments, get('num_layers'), rope)
     return {key: value for key, value in model.items() if value is not None}
+
+
+def _num_kv_heads(arguments: Mapping[str, Any]) -> Any:
+    groups = arguments.get('num_query_groups', 1)
+    if groups is None or not arguments.get('group_query_attention'):
+        return arguments['num_attention_heads']
+    return groups
 
 
 def _is_legacy(arguments: Mapping[str, Any]) -> bool:

@@ -14,6 +14,7 @@ from megajax.interop.megatron.command_line.muon import muon_of
 
 Keys = dict[str, Any]
 NEEDED = ('num_layers', 'hidden_size', 'num_attention_heads', 'seq_length', 'lr')
+GROUPS = 'num_query_groups'
 SCHEDULES = {
     'constant': 'constant',
     'linear': 'linear',
@@ -72,6 +73,9 @@ def _model(line: Line, data: int, problems: list[str]) -> Keys:
     except ConfigError as error:
         problems.append(str(error))
         given['vocab_size'] = VOCABULARIES['GPT2BPETokenizer']
+    # NeMo and Megatron-Bridge have only the number.
+    if not line.spelled.get(GROUPS, '--').startswith('-'):
+        given.setdefault('group_query_attention', True)
     given['data_parallel_size'] = data
     given[EOD] = None  # the arguments are megatron-core 0.19's
     model = read_arguments(given, 'the arguments')

@@ -15,7 +15,7 @@ from megajax.interop.megatron.command_line.corpus import split_of
 from megajax.interop.megatron.command_line.keys import SOURCES
 from megajax.interop.megatron.command_line.line import Line
 from megajax.interop.megatron.command_line.script import WAY_OUT
-from megajax.interop.megatron.command_line.settings import SCHEDULES, settings_of
+from megajax.interop.megatron.command_line.settings import GROUPS, SCHEDULES, settings_of
 
 COLUMNS = 100
 DROPOUT = 'attention_dropout'
@@ -175,6 +175,10 @@ def _with_notes(line: Line, config: Config, keys: Sequence[str]) -> Iterator[str
         notes[f'  {DROPOUT}:'] = (
             "Dropout in attention needs XLA's attention, which keeps all scores in memory. With 0, "
             "16-bit dtypes and a head dim up to 128, a GPU runs cuDNN's flash attention."
+        )
+    if config.model.num_kv_heads != (groups := line.get(GROUPS)) and groups is not None:
+        notes['  num_kv_heads:'] = (
+            f'Without --group-query-attention, Megatron-LM ignores {line.spelled[GROUPS]}.'
         )
     if line.get('tokenizer_type') == NULL:
         notes['  vocab_size:'] = (
