@@ -388,6 +388,8 @@ def test_all_faults_of_a_line_are_named_at_once() -> None:
             '^--pipeline-model-parallel-size: must be greater than 0, not 0$',
         ),
         ('--loss-scale 4096', '--loss-scale 4096: .* dynamic'),
+        ('--fp16 --fp8-format hybrid', 'hybrid: .* in bf16: give --bf16 instead of --fp16$'),
+        ('--fp8-format hybrid', '--fp8-format hybrid: .* in bf16: give --bf16$'),
         ('--fp8-format e4m3', '--fp8-format e4m3: .* hybrid'),
         ('--fp8-format hybrid --fp8-recipe mxfp8', 'mxfp8: .* give delayed or tensorwise'),
         (

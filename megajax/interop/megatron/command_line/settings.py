@@ -162,6 +162,9 @@ def _dtype(line: Line, problems: list[str]) -> str:
     if line.get('fp16') and line.get('bf16'):
         problems.append('--fp16 and --bf16: give one of the two')
     if line.get('fp8_format'):
+        if not line.get('bf16'):
+            fix = 'give --bf16' + (' instead of --fp16' if line.get('fp16') else '')
+            problems.append(f'{line.spelled["fp8_format"]}: the rest computes in bf16: {fix}')
         return 'fp8'
     return 'float16' if line.get('fp16') else 'bfloat16' if line.get('bf16') else 'float32'
 
