@@ -268,6 +268,29 @@ def test_constants_of_scaling_are_told_megajaxs_own() -> None:
     assert f'--fp8-margin 2: {own}' in text
 
 
+@pytest.mark.parametrize(
+    ('added', 'theirs'),
+    [
+        ('', '1 and most_recent'),
+        ('--fp8-amax-history-len 16 --fp8-amax-compute-algo max', '16 and max'),
+        ('--fp8-amax-history-len 1024', '1024 and most_recent'),
+        (f'--fp8-amax-history-len {WINDOW} --fp8-amax-compute-algo max', None),
+        ('--fp8-recipe tensorwise', None),
+    ],
+)
+def test_delayed_scales_that_differ_from_the_lines_are_said(added: str, theirs: str | None) -> None:
+    text = ' '.join(convert(f'{SMALL} --bf16 --fp8-format hybrid {added}').replace('#', '').split())
+    said = f'With this line, Megatron-LM has {theirs}. dtype: fp8' in text
+    assert said == (theirs is not None)
+    assert said == (f'FP8 scales follow from the largest values of {WINDOW} steps' in text)
+
+
+def test_arguments_of_delayed_scales_have_no_meaning_without_them() -> None:
+    for line in SMALL, f'{SMALL} --bf16 --fp8-format hybrid --fp8-recipe tensorwise ':
+        text = convert(f'{line} --fp8-amax-history-len 16')
+        assert '--fp8-amax-history-len 16' in text.partition('Without a meaning here:')[2]
+
+
 def test_dropout_in_attention_is_written_with_what_it_costs() -> None:
     text = convert(SMALL)
     note = "  # Dropout in attention needs XLA's attention, which keeps all scores in memory."

@@ -111,11 +111,15 @@ def read_line(words: Sequence[str], *, world_size: int | None = None) -> Line:
             key, arguments[name] = SETS.get(name, (name, value)) if value else (name, value)
             arguments[key], spelled[key] = arguments[name], shown
             faulty.discard(name)
-    is_read = {'moe_': arguments.get('num_experts'), 'muon_': arguments.get('optimizer') in KINDS}
-    for name in [name for name in arguments for start in is_read if name.startswith(start)]:
-        if not is_read[f'{name.partition("_")[0]}_']:
-            unused.setdefault(UNREAD, []).append(spelled[name])
-            del arguments[name]
+    is_read = {
+        'moe_': arguments.get('num_experts'),
+        'muon_': arguments.get('optimizer') in KINDS,
+        'fp8_amax_': arguments.get('fp8_format') and arguments.get('fp8_recipe') != 'tensorwise',
+    }
+    unread = tuple(start for start, reads in is_read.items() if not reads)
+    for name in [name for name in arguments if name.startswith(unread)]:
+        unused.setdefault(UNREAD, []).append(spelled[name])
+        del arguments[name]
     problems += [
         f'{piece}: its value is not in the text: {reasons.get(piece, "it is a variable")}'
         for word in leading

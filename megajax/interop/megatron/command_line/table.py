@@ -24,6 +24,7 @@ READ: Mapping[type, str] = {
         moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size muon_num_ns_steps
         lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples
         lr_wsd_decay_iters lr_wsd_decay_samples profile_step_start profile_step_end ckpt_step
+        fp8_amax_history_len
     """,
     float: """
         norm_epsilon rotary_percent rope_scaling_factor hidden_dropout attention_dropout
@@ -37,7 +38,7 @@ READ: Mapping[type, str] = {
     """,
     str: """
         position_embedding_type window_size window_attn_skip_freq no_rope_freq
-        normalization recompute_granularity fp8_format fp8_recipe
+        normalization recompute_granularity fp8_format fp8_recipe fp8_amax_compute_algo
         lr_decay_style lr_wsd_decay_style weight_decay_incr_style optimizer
         cp_comm_type data_parallel_sharding_strategy exp_avg_dtype exp_avg_sq_dtype
         split tokenizer_type tokenizer_model vocab_file load save wandb_project dataloader_type
@@ -164,7 +165,7 @@ NO_MEANING: Mapping[str, str] = {
     """,
     # `core/train/scaling.py`
     'delayed scales follow from the largest values of 1024 steps, without a margin': """
-        fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo
+        fp8_margin fp8_interval
     """,
     'the vocabulary is padded to a multiple of 1024 on every mesh': """
         make_vocab_size_divisible_by padded_vocab_size
@@ -301,6 +302,8 @@ DEFAULTS: Mapping[str, Any] = {
     'data_parallel_sharding_strategy': 'optim_grads_params',
     'profile_step_start': 10,
     'profile_step_end': 12,
+    'fp8_amax_history_len': 1,
+    'fp8_amax_compute_algo': 'most_recent',
 }
 
 

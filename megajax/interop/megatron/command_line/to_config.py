@@ -19,6 +19,7 @@ from megajax.interop.megatron.command_line.settings import GROUPS, SCHEDULES, se
 
 COLUMNS = 100
 DROPOUT = 'attention_dropout'
+AMAX = 1024, 'max'  # as in `core/train/scaling.py`
 # Supported values of arguments, and what to do instead of using other values.
 VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     'optimizer': (('adam', *muon.KINDS), 'give adam or muon'),
@@ -175,6 +176,13 @@ def _with_notes(line: Line, config: Config, keys: Sequence[str]) -> Iterator[str
         notes[f'  {DROPOUT}:'] = (
             "Dropout in attention needs XLA's attention, which keeps all scores in memory. With 0, "
             "16-bit dtypes and a head dim up to 128, a GPU runs cuDNN's flash attention."
+        )
+    amax = tuple(line.default(f'fp8_amax_{what}') for what in ('history_len', 'compute_algo'))
+    if config.train.has_delayed_scales and amax != AMAX:
+        notes['  dtype:'] = (
+            f'FP8 scales follow from the largest values of {AMAX[0]} steps, as with '
+            f'--fp8-amax-history-len {AMAX[0]} --fp8-amax-compute-algo {AMAX[1]}. With this line, '
+            f'Megatron-LM has {amax[0]} and {amax[1]}.'
         )
     if config.model.num_kv_heads != (groups := line.get(GROUPS)) and groups is not None:
         notes['  num_kv_heads:'] = (
