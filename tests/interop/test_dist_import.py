@@ -156,6 +156,13 @@ def refused(folder: Path, message: str) -> None:
     assert not (folder.parent / 'run').exists()
 
 
+def test_a_vocabulary_with_more_tokens_than_rows_is_refused_with_the_limit(tmp_path: Path) -> None:
+    folder = write_small(tmp_path / 'in', small_parts())
+    said = 'embedding has 8 rows, but model.vocab_size is 9; set model.vocab_size .* at most 8'
+    with pytest.raises(ConfigError, match=said):
+        import_megatron(folder, tmp_path / 'run', ['model.vocab_size=9'])
+
+
 @pytest.mark.parametrize('name', ['experts', 'experts_of_layers'])
 def test_experts_are_separate_tensors_whatever_way_megatron_core_stacks_them(
     name: str, tmp_path: Path

@@ -562,6 +562,9 @@ def test_the_size_of_a_tokenizer_counts_its_vocabulary_and_added_tokens(
     for added, size in (([], 2), ([{'id': 0}], 2), ([{'id': 4}], 5)):
         path.write_text(json.dumps({'added_tokens': added, 'model': {'vocab': vocab}}))
         assert config_of(line, tmp_path).model.vocab_size == size
+        assert config_of(line + ' --vocab-size 9', tmp_path).model.vocab_size == size
+        text = ' '.join(convert(line + ' --vocab-size 9').replace('#', '').split())
+        assert f'Megatron-LM does not read --vocab-size 9. vocab_size: {size} ' in text
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import argparse
 import io
 import os
 import pickle
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,14 @@ def test_weights_that_are_not_finite_are_refused_by_name(
     assert not (tmp_path / 'run').exists()
 
 
+def test_a_vocabulary_with_more_tokens_than_rows_is_refused_with_the_limit(tmp_path: Path) -> None:
+    oracle = oracle_of('llama')
+    write_ranks(tmp_path / 'in', weights_of(oracle), 2, arguments_of(oracle))
+    said = 'but model.vocab_size is 999; set model.vocab_size to the number of tokens, at most'
+    with pytest.raises(ConfigError, match=f'2 ranks hold .* rows of the embedding, {said}'):
+        import_megatron(tmp_path / 'in', tmp_path / 'run', ['model.vocab_size=999'])
+
+
 def test_ranks_must_divide_the_key_value_heads(tmp_path: Path) -> None:
     oracle = oracle_of('llama')
     write_ranks(tmp_path / 'in', weights_of(oracle), 1, arguments_of(oracle))
@@ -310,6 +319,30 @@ def test_the_tokens_of_a_checkpoint_are_those_of_its_release(
     arguments: dict[str, Any], size: int
 ) -> None:
     assert vocab_size({'padded_vocab_size': 64} | arguments) == size
+
+
+@pytest.mark.parametrize(
+    ('given', 'arguments', 'size'),
+    [
+        (100, {'padded_vocab_size': 128}, 100),
+        (100, {'padded_vocab_size': 256}, 256),
+        (100, {'padded_vocab_size': 256, 'tensor_model_parallel_size': 2}, 100),
+        (300, {'padded_vocab_size': 256}, 256),
+        (300, {'padded_vocab_size': 300}, 300),  # a converter's
+        (100, {'padded_vocab_size': 256, 'tokenizer_type': 'TikTokenizer'}, 100),
+        (100, {'padded_vocab_size': 256, 'tokenizer_type': 'NullTokenizer'}, 101),
+        # The tokenizer's type tells the size.
+        (51000, {'padded_vocab_size': 50304, 'tokenizer_type': 'GPT2BPETokenizer'}, 50257),
+    ],
+)
+def test_the_vocab_size_of_a_checkpoint_is_believed_if_it_has_its_rows(
+    given: int, arguments: dict[str, Any], size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments = {'tokenizer_type': 'HuggingFaceTokenizer'} | arguments
+    multiple = {'vocab_size': given, 'make_vocab_size_divisible_by': 128}
+    assert vocab_size(multiple | arguments) == size
+    kept = f'x: all {size} rows of the vocabulary are kept: .* vocab_size={given} tokens; set'
+    assert bool(re.search(kept, caplog.text)) == (size == 256)
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,8 @@ def _vocab_rows(config: Config, checkpoint: DistCheckpoint) -> int:
     if rows < config.model.vocab_size:
         raise ConfigError(
             f'{checkpoint.folder}: the embedding has {rows} rows, '
-            f'but model.vocab_size is {config.model.vocab_size}'
+            f'but model.vocab_size is {config.model.vocab_size}; set model.vocab_size to the '
+            f'number of tokens, at most {rows}'
         )
     return rows
 

@@ -216,7 +216,8 @@ def _vocab_rows(model: ModelConfig, files: Sequence[Sequence[RankFile]]) -> int:
     if rows < model.vocab_size:
         raise ConfigError(
             f'{first.path}: {len(files)} ranks hold {rows} rows of the embedding, '
-            f'but model.vocab_size is {model.vocab_size}'
+            f'but model.vocab_size is {model.vocab_size}; set model.vocab_size to the number of '
+            f'tokens, at most {rows}'
         )
     return rows
 

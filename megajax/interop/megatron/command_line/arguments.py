@@ -38,10 +38,11 @@ ONLY: dict[str, Only] = {
     'activation_func_clamp_value': Only((), 'activations are not limited: leave it out'),
     'experimental_attention_variant': Only((), 'every layer has softmax attention: leave it out'),
 }
-MULTIPLE = 128  # the default of make_vocab_size_divisible_by
+MULTIPLE, PADDING = 'make_vocab_size_divisible_by', 128  # with its default
 # Arguments that came with megatron-core's layers.
 OF_CORE = 'use_mcore_models', 'use_legacy_models', 'deprecated_use_mcore_models'
 NULL, EOD = 'NullTokenizer', 'null_tokenizer_eod_id'
+SIZED = NULL, 'TikTokenizer'  # tokenizer types that get --vocab-size
 # Vocabulary sizes of the tokenizer types that have only one vocabulary.
 VOCABULARIES = {
     'GPT2BPETokenizer': 50257,
@@ -190,16 +191,24 @@ def _is_legacy(arguments: Mapping[str, Any]) -> bool:
 def _vocab_size(arguments: Mapping[str, Any], file: str) -> Any:
     """Return the number of tokens; with the padding if the arguments do not tell their number.
 
-    Logs a warning if only the type of the tokenizer tells the number.
+    Logs a warning if only the type of the tokenizer tells the number, or if `vocab_size` is not it.
     """
-    if (size := arguments.get('vocab_size')) is not None:
+    given: Any = arguments.get('vocab_size')
+    padded: Any = arguments.get('padded_vocab_size')
+    kind, multiple = arguments.get('tokenizer_type'), arguments.get(MULTIPLE)
+    if given is not None:
         # NullTokenizer added an end-of-document token before megatron-core 0.19, which has EOD.
-        return size + (arguments.get('tokenizer_type') == NULL and EOD not in arguments)
-    kind, padded = arguments.get('tokenizer_type'), arguments.get('padded_vocab_size')
+        given += kind == NULL and EOD not in arguments
+        if padded is None or kind in SIZED or _is_padding_of(given, arguments):
+            return given
     size = VOCABULARIES.get(kind) if isinstance(kind, str) else None
-    multiple = arguments.get('make_vocab_size_divisible_by') or MULTIPLE
-    multiple *= arguments.get('tensor_model_parallel_size') or 1
-    if size is None or padded != -(-size // multiple) * multiple:
+    if size is None or not _is_padding_of(size, {**arguments, MULTIPLE: multiple or PADDING}):
+        if given is not None:
+            logger.warning(
+                '%s: all %s rows of the vocabulary are kept: they are not the padding of '
+                'vocab_size=%s tokens; set model.vocab_size to leave padding out',
+                *(file, padded, given),
+            )
         return padded
     if padded > size:
         logger.warning(
@@ -208,6 +217,18 @@ def _vocab_size(arguments: Mapping[str, Any], file: str) -> Any:
             *(file, padded - size, size, kind),
         )
     return size
+
+
+def _is_padding_of(size: int, arguments: Mapping[str, Any]) -> bool:
+    """Return whether this many tokens have the rows of the vocabulary after padding.
+
+    Arguments without a multiple, which are not Megatron-LM's own, allow any padding.
+    """
+    padded = arguments['padded_vocab_size']
+    if not (multiple := arguments.get(MULTIPLE)):
+        return bool(size <= padded)
+    multiple *= arguments.get('tensor_model_parallel_size') or 1
+    return bool(padded in (size, -(-size // multiple) * multiple))
 
 
 def _of_layers(arguments: Mapping[str, Any], num_layers: int, rope: bool) -> Keys:

@@ -17,27 +17,35 @@ Keys = dict[str, Any]
 
 
 def vocab_size_of(line: Line) -> int:
-    """Return the number of tokens. Raises ConfigError if the arguments do not give it."""
+    """Return the number of tokens. Raises ConfigError if neither arguments nor files tell it.
+
+    As in Megatron-LM, the tokenizer's own file comes before `--vocab-size`.
+    """
     # The programs' defaults if the arguments choose none.
     usual = 'BertWordPieceLowerCase' if line.is_bert else 'GPT2BPETokenizer'
     kind, size = line.get('tokenizer_type') or usual, line.get('vocab_size')
+    if (tokenizer := _tokenizer(line)) and Path(tokenizer).is_file():
+        return _size_of(tokenizer)
     if size is not None:
         return int(size)
     if kind in VOCABULARIES:
         return VOCABULARIES[kind]
-    if (tokenizer := _tokenizer(line)) and Path(tokenizer).is_file():
-        try:
-            content = json.loads(Path(tokenizer).read_bytes())
-            added = (token['id'] for token in content['added_tokens'])
-            vocab = content['model']['vocab']
-            ids = range(len(vocab)) if isinstance(vocab, list) else vocab.values()
-            return 1 + max([*ids, *added])
-        except (AttributeError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ConfigError(f'{tokenizer}: is not a tokenizer.json: {error!r:.80}') from error
     raise ConfigError(
         f'--tokenizer-type {kind}: the number of its tokens is not in the arguments: '
         'add --vocab-size N'
     )
+
+
+def _size_of(tokenizer: str) -> int:
+    """Return the number of tokens in a tokenizer.json."""
+    try:
+        content = json.loads(Path(tokenizer).read_bytes())
+        added = (token['id'] for token in content['added_tokens'])
+        vocab = content['model']['vocab']
+        ids = range(len(vocab)) if isinstance(vocab, list) else vocab.values()
+        return 1 + max([*ids, *added])
+    except (AttributeError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f'{tokenizer}: is not a tokenizer.json: {error!r:.80}') from error
 
 
 def _tokenizer(line: Line) -> str | None:

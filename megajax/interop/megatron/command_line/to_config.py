@@ -188,6 +188,11 @@ def _with_notes(line: Line, config: Config, keys: Sequence[str]) -> Iterator[str
         notes['  num_kv_heads:'] = (
             f'Without --group-query-attention, Megatron-LM ignores {line.spelled[GROUPS]}.'
         )
+    if line.get('vocab_size') not in (None, config.model.vocab_size):
+        notes['  vocab_size:'] = (
+            "This is the number of the tokenizer's tokens: with this tokenizer, Megatron-LM does "
+            f'not read {line.spelled["vocab_size"]}.'
+        )
     if line.get('tokenizer_type') == NULL:
         notes['  vocab_size:'] = (
             "As in megatron-core 0.19, --vocab-size counts NullTokenizer's end-of-document token. "
