@@ -90,6 +90,25 @@ def test_slurms_options_give_the_number_of_gpus(options: str, gpus: int, tmp_pat
     assert '\n# 32 GPUs: ' in converted(nested, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ('launcher', 'gpus'),
+    [
+        ('torchrun --nproc_per_node 8 --nnodes $WORLD_SIZE', 16),
+        ('torchrun --nproc_per_node 8', 8),
+        ('deepspeed --num_gpus 4', 4),
+        ('torchrun --nproc_per_node $1', None),
+        ('python', 2),
+        ('srun python', 2),
+    ],
+)
+def test_launchers_that_count_their_processes_do_not_read_the_world_size(
+    launcher: str, gpus: int | None, tmp_path: Path
+) -> None:
+    arguments = ARGUMENTS.replace('--global-batch-size 8', '--global-batch-size 16')
+    (tmp_path / 'train.sh').write_text(f'export WORLD_SIZE=2\n{launcher} pretrain.py {arguments}')
+    assert read_line([f'@{tmp_path}/train.sh']).world_size == gpus
+
+
 @pytest.mark.parametrize('name', SAME)
 def test_forms_of_one_script_have_one_config(name: str, tmp_path: Path) -> None:
     expected = converted(PLAIN, tmp_path)

@@ -282,8 +282,9 @@ def _without_short(words: Sequence[str]) -> Iterator[str]:
 
 def _world_size(launcher: Mapping[str, list[str]], words: Sequence[str]) -> int | None:
     """Return the number of processes that a launcher starts, one for each GPU."""
+    is_own = any(name in launcher for name in PROCESSES)  # such launchers set WORLD_SIZE themselves
     for word in words:
-        if match := re.fullmatch(r'WORLD_SIZE=(\d+)', word):
+        if not is_own and (match := re.fullmatch(r'WORLD_SIZE=(\d+)', word)):
             return int(match[1])
 
     def number(options: Sequence[str], default: int | None = None) -> int | None:
@@ -292,7 +293,7 @@ def _world_size(launcher: Mapping[str, list[str]], words: Sequence[str]) -> int 
         return int(texts[0].rpartition(':')[2]) if texts else None if given else default
 
     # Slurm divides the tasks over nodes that the options need not name.
-    if not any(name in launcher for name in PROCESSES) and (tasks := number(('ntasks',))):
+    if not is_own and (tasks := number(('ntasks',))):
         return tasks
     processes, nodes = number((*PROCESSES, 'ntasks_per_node')), number(NODES, 1)
     return None if processes is None or nodes is None else processes * nodes
