@@ -567,6 +567,19 @@ def test_the_size_of_a_tokenizer_counts_its_vocabulary_and_added_tokens(
         assert f'Megatron-LM does not read --vocab-size 9. vocab_size: {size} ' in text
 
 
+def test_a_tokenizer_that_is_not_there_is_not_written(tmp_path: Path) -> None:
+    path = tmp_path / 'tokenizer.json'
+    line = f'{SMALL} --data-path web --tokenizer-type HuggingFaceTokenizer --tokenizer-model '
+    for model in 'deepseek-ai/DeepSeek-V2-Lite', str(tmp_path), str(path):
+        text = ' '.join(convert(line + model).replace('#', '').split())
+        assert f'{model} is not a tokenizer.json or a folder that has one. ' in text
+        assert ' samples of text and bits per byte. tokenizer: none ' in text
+    path.write_text('{"added_tokens": [], "model": {"vocab": {"a": 0}}}')
+    for model in tmp_path, path:
+        assert config_of(f'{line}{model}', tmp_path).data.tokenizer == str(path)
+        assert 'is not a tokenizer' not in convert(f'{line}{model}')
+
+
 @pytest.mark.parametrize(
     ('added', 'activation'),
     [

@@ -24,7 +24,7 @@ def vocab_size_of(line: Line) -> int:
     # The programs' defaults if the arguments choose none.
     usual = 'BertWordPieceLowerCase' if line.is_bert else 'GPT2BPETokenizer'
     kind, size = line.get('tokenizer_type') or usual, line.get('vocab_size')
-    if (tokenizer := _tokenizer(line)) and Path(tokenizer).is_file():
+    if tokenizer := tokenizer_of(line):
         return _size_of(tokenizer)
     if size is not None:
         return int(size)
@@ -48,12 +48,13 @@ def _size_of(tokenizer: str) -> int:
         raise ConfigError(f'{tokenizer}: is not a tokenizer.json: {error!r:.80}') from error
 
 
-def _tokenizer(line: Line) -> str | None:
-    """Return the tokenizer.json that an argument points to."""
+def tokenizer_of(line: Line) -> str | None:
+    """Return the tokenizer.json that an argument points to, if the file is there."""
     model = line.get('tokenizer_model')
     if line.get('tokenizer_type') != 'HuggingFaceTokenizer' or not model:
         return None
-    return model if model.endswith('.json') else f'{model}/tokenizer.json'
+    path = model if model.endswith('.json') else f'{model}/tokenizer.json'
+    return path if Path(path).is_file() else None
 
 
 def data_of(line: Line, problems: list[str]) -> Keys:
@@ -69,7 +70,7 @@ def data_of(line: Line, problems: list[str]) -> Keys:
             problems.append(f'{line.spelled[surplus]}: {why}: give {DEFAULTS[surplus]}')
     if paths and not line.is_bert:
         # The same samples in the same order; the corpus already consists of token ids.
-        data |= {'order': 'megatron', 'tokenizer': _tokenizer(line) or 'none'}
+        data |= {'order': 'megatron', 'tokenizer': tokenizer_of(line) or 'none'}
     resets = [bool(line.get(f'reset_{what}')) for what in ('position_ids', 'attention_mask')]
     if any(resets) and not all(resets):
         both = '--reset-position-ids, --reset-attention-mask'

@@ -203,6 +203,11 @@ def _with_notes(line: Line, config: Config, keys: Sequence[str]) -> Iterator[str
             "The first token of a document has no loss, as with --eod-mask-loss. The line's "
             'arguments let Megatron-LM predict it from the document before.'
         )
+    if config.data.tokenizer == 'none' and line.get('tokenizer_model'):
+        notes['  tokenizer:'] = (
+            f'{line.get("tokenizer_model")} is not a tokenizer.json or a folder that has one. '
+            'Training needs none; give one for samples of text and bits per byte.'
+        )
     if line.get('save'):
         notes['  dir:'] = (
             f"This is not {line.get('save')}, the folder of Megatron-LM's checkpoints."
