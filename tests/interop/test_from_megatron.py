@@ -291,6 +291,11 @@ def test_arguments_of_delayed_scales_have_no_meaning_without_them() -> None:
         assert '--fp8-amax-history-len 16' in text.partition('Without a meaning here:')[2]
 
 
+def test_short_sequences_of_bert_have_a_reason_of_their_own() -> None:
+    text = convert(BERT + ' --short-seq-prob 0.2')
+    assert '--short-seq-prob 0.2: sequences of BERT are not shortened at random' in text
+
+
 def test_dropout_in_attention_is_written_with_what_it_costs() -> None:
     text = convert(SMALL)
     note = "  # Dropout in attention needs XLA's attention, which keeps all scores in memory."
@@ -420,6 +425,7 @@ def test_all_faults_of_a_line_are_named_at_once() -> None:
             '--first-last-layers-bf16: is not supported: all layers have FP8 matmuls',
         ),
         ('--fp8-format hybrid --no-fp8-wgrad', '--no-fp8-wgrad: is not supported: gradients'),
+        ('--bf16 --fp32-residual-connection', 'connection: is not supported: .* leave it out'),
         ('--cp-comm-type a2a+p2p', r'--cp-comm-type a2a\+p2p'),
         ('--recompute-modules mlp', '--recompute-modules mlp: .* full'),
         ('--eod-mask-loss', '--eod-mask-loss: is not supported alone: give --reset-position-ids'),

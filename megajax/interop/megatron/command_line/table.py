@@ -55,7 +55,7 @@ READ: Mapping[type, str] = {
         use_distributed_optimizer use_megatron_fsdp use_torch_fsdp2 grad_reduce_in_bf16
         use_precision_aware_optimizer profile deterministic_mode reset_position_ids
         reset_attention_mask eod_mask_loss use_checkpoint_args no_position_embedding finetune
-        no_fp8_wgrad first_last_layers_bf16
+        no_fp8_wgrad first_last_layers_bf16 fp32_residual_connection
         moe_router_pre_softmax moe_router_enable_expert_bias moe_router_force_load_balancing
         moe_apply_probs_on_input moe_use_upcycling moe_shared_expert_gate muon_nesterov
     """,
@@ -145,7 +145,7 @@ NO_MEANING: Mapping[str, str] = {
     """,
     PRECISION: """
         accumulate_allreduce_grads_in_fp32 attention_softmax_in_fp32 apply_query_key_layer_scaling
-        no_query_key_layer_scaling fp32_residual_connection fp32_embedding fp32_layernorm
+        no_query_key_layer_scaling fp32_embedding fp32_layernorm
         fp32_tokentypes fp32_allreduce fp16_lm_cross_entropy disable_bf16_reduced_precision_matmul
         main_grads_dtype main_params_dtype no_fp32_embedding grad_scaling_factor
     """,
@@ -221,10 +221,11 @@ NO_MEANING: Mapping[str, str] = {
     """,
     'without --data-path, data.corpus names the corpus': 'mock_data',
     'jax decides how steps are split between processes': 'data_sharding no_data_sharding',
+    'sequences of BERT are not shortened at random': 'short_seq_prob',
     UNREAD: """
         moe_upcycling_granularity moe_router_quantile_balancing_ema
         q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
-        sgd_momentum short_seq_prob use_tokenizer_from_checkpoint_args
+        sgd_momentum use_tokenizer_from_checkpoint_args
         lion_beta1 lion_beta2 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
     """,
 }

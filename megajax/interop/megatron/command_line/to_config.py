@@ -34,6 +34,7 @@ VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     'fp8_recipe': (('delayed', 'tensorwise'), 'give delayed or tensorwise'),
     'first_last_layers_bf16': ((False,), 'all layers have FP8 matmuls: leave it out'),
     'no_fp8_wgrad': ((False,), 'gradients of weights are FP8 matmuls too: leave it out'),
+    'fp32_residual_connection': ((False,), 'sublayers add in train.dtype: leave it out'),
     'cp_comm_type': (
         ('p2p', 'all_gather', 'a2a'),
         'give p2p, which is a ring, all_gather, or a2a (Ulysses)',
