@@ -236,6 +236,18 @@ def test_bert(tmp_path: Path) -> None:
     assert config.optim == load('bert_336m').optim.model_copy(update={'warmup_init': 0.0})
 
 
+def test_bert_has_the_tokenizer_of_the_line_or_says_that_it_needs_one(tmp_path: Path) -> None:
+    path = tmp_path / 'tokenizer.json'
+    line = f'{BERT} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {path} --vocab-size 9'
+    note = '  # BERT needs the tokenizer.json that made these tokens: set data.tokenizer, unless'
+    for missing in BERT, line:
+        assert convert(missing).index(note) < convert(missing).index('  corpus: wiki\n')
+    assert note in convert(BERT.replace('--data-path wiki', '--data-path 1 wiki 2 books'))
+    path.write_text('{"added_tokens": [], "model": {"vocab": {"a": 0}}}')
+    assert config_of(line, tmp_path).data.tokenizer == str(path)
+    assert note not in convert(line)
+
+
 def test_the_file_has_what_the_line_sets_and_names_what_it_leaves_out(tmp_path: Path) -> None:
     line = SMALL + '--min-lr 1e-5 --clip-grad 1.0 --save-interval 1000 --lr-decay-style cosine '
     text = convert(line + '--distributed-backend nccl --use-flash-attn --no-rope-fusion')

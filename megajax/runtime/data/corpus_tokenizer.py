@@ -81,7 +81,8 @@ def tokenizer_of_pairs(
         if missing := [prefix for prefix, manifest in manifests.items() if manifest is None]:
             message = (
                 f'no tokenizer is known: there is no {missing[0]}.json; '
-                'give the tokenizer.json that made the tokens, or none'
+                'give the tokenizer.json that made the tokens'
+                + ('' if config.model.is_bert else ', or none')
             )
             raise mistake('data.tokenizer', message, *CORPUS)
         spec = str(tokenizer_paths[0])

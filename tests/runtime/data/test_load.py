@@ -18,6 +18,7 @@ from megajax.runtime.data import (
     read_documents,
     split_documents,
 )
+from megajax.runtime.data.corpus_tokenizer import tokenizer_of_pairs
 from megajax.runtime.data.sources.manifest import Manifest
 from megajax.runtime.data.text.tokenizer import train_bpe
 from megajax.runtime.data.tokens.indexed import read_pair, write_index
@@ -343,6 +344,14 @@ def test_what_cannot_be_used(folder: Path, pair: Path, overrides: list[str], mes
     (folder / 'ids.bin').write_bytes(np.arange(9, dtype=np.uint16).tobytes())
     with pytest.raises(ConfigError, match=message):
         load_data(config(*(override.format(folder=folder, pair=pair) for override in overrides)))
+
+
+@pytest.mark.parametrize(('preset', 'end'), [('tiny', ', or none'), ('bert_336m', '')])
+def test_tokens_of_an_unknown_tokenizer_need_one_that_the_model_supports(
+    preset: str, end: str
+) -> None:
+    with pytest.raises(ConfigError, match=f'give the tokenizer.json that made the tokens{end}$'):
+        tokenizer_of_pairs(load(preset), {'wiki': None})
 
 
 def replaced(prefix: Path, key: str, value: object) -> None:

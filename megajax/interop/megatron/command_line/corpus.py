@@ -68,9 +68,12 @@ def data_of(line: Line, problems: list[str]) -> Keys:
         if line.default(surplus := 'mid_level_dataset_surplus') != DEFAULTS[surplus]:
             why = 'is not supported with several corpora, whose order depends on it'
             problems.append(f'{line.spelled[surplus]}: {why}: give {DEFAULTS[surplus]}')
-    if paths and not line.is_bert:
+    tokenizer = tokenizer_of(line)
+    if line.is_bert and tokenizer:
+        data['tokenizer'] = tokenizer
+    elif paths and not line.is_bert:
         # The same samples in the same order; the corpus already consists of token ids.
-        data |= {'order': 'megatron', 'tokenizer': tokenizer_of(line) or 'none'}
+        data |= {'order': 'megatron', 'tokenizer': tokenizer or 'none'}
     resets = [bool(line.get(f'reset_{what}')) for what in ('position_ids', 'attention_mask')]
     if any(resets) and not all(resets):
         both = '--reset-position-ids, --reset-attention-mask'

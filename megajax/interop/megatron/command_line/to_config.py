@@ -189,37 +189,52 @@ def _with_notes(line: Line, config: Config, keys: Sequence[str]) -> Iterator[str
         notes['  num_kv_heads:'] = (
             f'Without --group-query-attention, Megatron-LM ignores {line.spelled[GROUPS]}.'
         )
-    if line.get('vocab_size') not in (None, config.model.vocab_size):
-        notes['  vocab_size:'] = (
-            "This is the number of the tokenizer's tokens: with this tokenizer, Megatron-LM does "
-            f'not read {line.spelled["vocab_size"]}.'
-        )
-    if line.get('tokenizer_type') == NULL:
-        notes['  vocab_size:'] = (
-            "As in megatron-core 0.19, --vocab-size counts NullTokenizer's end-of-document token. "
-            f'Earlier releases add this token: then set {line.get("vocab_size") + 1}.'
-        )
-    if config.data.document_mask and not line.get('eod_mask_loss'):
-        notes['  document_mask:'] = (
-            "The first token of a document has no loss, as with --eod-mask-loss. The line's "
-            'arguments let Megatron-LM predict it from the document before.'
-        )
-    if config.data.tokenizer == 'none' and line.get('tokenizer_model'):
-        notes['  tokenizer:'] = (
-            f'{line.get("tokenizer_model")} is not a tokenizer.json or a folder that has one. '
-            'Training needs none; give one for samples of text and bits per byte.'
-        )
     if line.get('save'):
         notes['  dir:'] = (
             f"This is not {line.get('save')}, the folder of Megatron-LM's checkpoints."
         )
     if config.optim.kind == 'muon':
         notes['  kind:'] = ' '.join(muon.differences(line.arguments, is_bert=line.is_bert))
+    notes |= dict(_notes_on_data(line, config))
     for key in keys:
         for begin, note in notes.items():
             if key.startswith(begin):
                 yield from (f'  {text}' for text in _comment(note, hang=''))
         yield key
+
+
+def _notes_on_data(line: Line, config: Config) -> Iterator[tuple[str, str]]:
+    """Yield notes on the vocabulary and the corpus, and the keys that they precede."""
+    if line.get('vocab_size') not in (None, config.model.vocab_size):
+        yield (
+            '  vocab_size:',
+            "This is the number of the tokenizer's tokens: with this tokenizer, Megatron-LM does "
+            f'not read {line.spelled["vocab_size"]}.',
+        )
+    if line.get('tokenizer_type') == NULL:
+        yield (
+            '  vocab_size:',
+            "As in megatron-core 0.19, --vocab-size counts NullTokenizer's end-of-document token. "
+            f'Earlier releases add this token: then set {line.get("vocab_size") + 1}.',
+        )
+    if config.data.document_mask and not line.get('eod_mask_loss'):
+        yield (
+            '  document_mask:',
+            "The first token of a document has no loss, as with --eod-mask-loss. The line's "
+            'arguments let Megatron-LM predict it from the document before.',
+        )
+    if config.data.tokenizer == 'none' and line.get('tokenizer_model'):
+        yield (
+            '  tokenizer:',
+            f'{line.get("tokenizer_model")} is not a tokenizer.json or a folder that has one. '
+            'Training needs none; give one for samples of text and bits per byte.',
+        )
+    if line.is_bert and line.get('data_path') and config.data.tokenizer == 'auto':
+        yield (
+            '  blend:' if config.data.blend else '  corpus:',
+            'BERT needs the tokenizer.json that made these tokens: set data.tokenizer, unless '
+            '`megajax data build` made them.',
+        )
 
 
 def _head(line: Line, config: Config) -> Iterator[str]:
