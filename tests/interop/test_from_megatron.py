@@ -585,6 +585,35 @@ def test_the_size_of_a_tokenizer_counts_its_vocabulary_and_added_tokens(
         assert f'Megatron-LM does not read --vocab-size 9. vocab_size: {size} ' in text
 
 
+@pytest.mark.parametrize(
+    ('kind', 'content', 'size', 'usual'),
+    [
+        ('GPT2BPETokenizer', '{"a": 0, "b": 1}', 2, 50257),
+        ('BertWordPieceLowerCase', '[PAD]\na\n\u2028\n', 3, 30522),
+        ('BertWordPieceCase', 'a\nb', 2, 28996),
+    ],
+)
+def test_the_size_of_a_vocabulary_is_counted_in_its_file(
+    kind: str, content: str, size: int, usual: int, tmp_path: Path
+) -> None:
+    path = tmp_path / 'vocabulary'
+    line = SMALL.replace('--vocab-size 100', f'--tokenizer-type {kind} --vocab-file {path}')
+    assert config_of(line, tmp_path).model.vocab_size == usual
+    text = ' '.join(convert(line).replace('#', '').split())
+    assert f'{path}, which tells it, is not there. vocab_size: {usual} ' in text
+    path.write_text(content, encoding='utf-8')
+    assert config_of(line, tmp_path).model.vocab_size == size
+    assert 'is not there' not in convert(line)
+
+
+def test_a_file_that_is_no_vocabulary_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / 'vocab.json'
+    for content in b'[1]', b'{', b'\xff\xfe':
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=f'{path}: is not a vocabulary: '):
+            convert(SMALL.replace('--vocab-size 100', f'--vocab-file {path}'))
+
+
 def test_a_tokenizer_that_is_not_there_is_not_written(tmp_path: Path) -> None:
     path = tmp_path / 'tokenizer.json'
     line = f'{SMALL} --data-path web --tokenizer-type HuggingFaceTokenizer --tokenizer-model '

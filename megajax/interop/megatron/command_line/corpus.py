@@ -14,6 +14,8 @@ from megajax.interop.megatron.command_line.line import Line
 from megajax.interop.megatron.command_line.table import DEFAULTS
 
 Keys = dict[str, Any]
+# Tokenizer types whose vocabulary is in --vocab-file.
+OF_FILES = 'GPT2BPETokenizer', 'BertWordPieceLowerCase', 'BertWordPieceCase'
 
 
 def vocab_size_of(line: Line) -> int:
@@ -26,6 +28,8 @@ def vocab_size_of(line: Line) -> int:
     kind, size = line.get('tokenizer_type') or usual, line.get('vocab_size')
     if tokenizer := tokenizer_of(line):
         return _size_of(tokenizer)
+    if kind in OF_FILES and (file := line.get('vocab_file')) and Path(file).is_file():
+        return _num_tokens(file, is_json=kind == 'GPT2BPETokenizer')
     if size is not None:
         return int(size)
     if kind in VOCABULARIES:
@@ -46,6 +50,16 @@ def _size_of(tokenizer: str) -> int:
         return 1 + max([*ids, *added])
     except (AttributeError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f'{tokenizer}: is not a tokenizer.json: {error!r:.80}') from error
+
+
+def _num_tokens(file: str, *, is_json: bool) -> int:
+    """Return the number of tokens in a vocabulary: an object of JSON, or a line for each token."""
+    try:
+        text = Path(file).read_text(encoding='utf-8')
+        tokens = json.loads(text) if is_json else dict.fromkeys(text.rstrip('\n').split('\n'))
+        return len({**tokens})
+    except (OSError, TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f'{file}: is not a vocabulary: {error!r:.80}') from error
 
 
 def tokenizer_of(line: Line) -> str | None:

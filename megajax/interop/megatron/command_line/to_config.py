@@ -3,6 +3,7 @@
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from megajax.base.render.text import typed
@@ -11,7 +12,7 @@ from megajax.core.config.load import dump_sections
 from megajax.core.config.schema import keys_of
 from megajax.interop.megatron.command_line import muon
 from megajax.interop.megatron.command_line.arguments import NULL, rejected
-from megajax.interop.megatron.command_line.corpus import split_of
+from megajax.interop.megatron.command_line.corpus import split_of, tokenizer_of
 from megajax.interop.megatron.command_line.keys import SOURCES
 from megajax.interop.megatron.command_line.line import Line
 from megajax.interop.megatron.command_line.script import WAY_OUT
@@ -210,6 +211,15 @@ def _notes_on_data(line: Line, config: Config) -> Iterator[tuple[str, str]]:
             '  vocab_size:',
             "This is the number of the tokenizer's tokens: with this tokenizer, Megatron-LM does "
             f'not read {line.spelled["vocab_size"]}.',
+        )
+    vocabulary = line.get('vocab_file')
+    if vocabulary and not (
+        line.get('vocab_size') or tokenizer_of(line) or Path(vocabulary).is_file()
+    ):
+        yield (
+            '  vocab_size:',
+            f"This is the usual number of tokens of the line's tokenizer: {vocabulary}, which "
+            'tells it, is not there.',
         )
     if line.get('tokenizer_type') == NULL:
         yield (
