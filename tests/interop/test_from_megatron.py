@@ -269,6 +269,31 @@ def test_the_file_has_what_the_line_sets_and_names_what_it_leaves_out(tmp_path: 
     assert 'give --gpus N' in text
 
 
+@pytest.mark.parametrize(
+    'option',
+    [
+        '--use-nccl-ub', '--fsdp-double-buffer', '--no-tp-comm-overlap-ag',
+        '--disable-align-grad-reduce', '--keep-fp8-transpose-cache', '--disable-manual-gc-eval',
+        '--no-pad-vocab-size', '--async-strategy mcore', '--non-persistent-global-ckpt-dir x',
+        '--non-persistent-local-ckpt-dir x', '--use-mp-args-from-checkpoint-args',
+        '--dist-ckpt-save-pre-mcore-014', '--distrib-optim-fully-reshardable-mem-efficient',
+        '--log-max-attention-logit', '--exit-signal-handler-for-training',
+        '--tokenizer-hf-no-use-fast', '--tokenizer-hf-no-include-special-tokens',
+        '--tokenizer-metadata x', '--disable-use-tokenizer-model-from-checkpoint-args',
+    ],
+)  # fmt: skip
+def test_options_of_the_newest_release_without_a_meaning_are_named(option: str) -> None:
+    text = convert(SMALL + option).partition('# Without a meaning here:')[2]
+    assert f'#   {option}: ' in text
+
+
+def test_options_with_two_names_set_one_key(tmp_path: Path) -> None:
+    assert config_of(SMALL + '--persistent-save-interval 7', tmp_path).checkpoint.every == 7
+    profiled = SMALL + '--profile-step-start 2 --profile-step-end 4 --use-nsys-profiler'
+    assert config_of(profiled, tmp_path).train.profile is not None
+    assert config_of(SMALL + '--bf16 --fp8-hybrid', tmp_path).train.dtype == 'fp8'
+
+
 def test_constants_of_scaling_are_told_megajaxs_own() -> None:
     line = '--fp16 --loss-scale-window 200 --min-loss-scale 128 --fp8-margin 2'
     text = ' '.join(convert(SMALL + line).replace('\n#', '').split())
@@ -430,6 +455,8 @@ def test_all_faults_of_a_line_are_named_at_once() -> None:
         ('--loss-scale 4096', '--loss-scale 4096: .* dynamic'),
         ('--fp16 --fp8-format hybrid', 'hybrid: .* in bf16: give --bf16 instead of --fp16$'),
         ('--fp8-format hybrid', '--fp8-format hybrid: .* in bf16: give --bf16$'),
+        ('--bf16 --fp8-e4m3', '--fp8-e4m3: .* hybrid'),
+        ('--bf16 --fp8-format hybrid --disable-fp8-wgrad', '--disable-fp8-wgrad: .* gradients'),
         ('--fp8-format e4m3', '--fp8-format e4m3: .* hybrid'),
         ('--fp8-format hybrid --fp8-recipe mxfp8', 'mxfp8: .* give delayed or tensorwise'),
         (

@@ -69,6 +69,9 @@ SETS: Mapping[str, tuple[str, Any]] = {
     'use_rotary_position_embeddings': ('position_embedding_type', 'rope'),
     'recompute_activations': ('recompute_granularity', 'selective'),
     'checkpoint_activations': ('recompute_granularity', 'full'),
+    'disable_fp8_wgrad': ('no_fp8_wgrad', True),
+    'fp8_hybrid': ('fp8_format', 'hybrid'),
+    'fp8_e4m3': ('fp8_format', 'e4m3'),
 }
 # Older names, and the names in NeMo and Megatron-Bridge.
 RENAMED: Mapping[str, str] = {
@@ -87,6 +90,8 @@ RENAMED: Mapping[str, str] = {
     'use_custom_fsdp': 'use_megatron_fsdp',
     'fp8': 'fp8_format',
     'muon_use_nesterov': 'muon_nesterov',
+    'persistent_save_interval': 'save_interval',
+    'use_nsys_profiler': 'profile',
 }
 KERNELS = 'XLA chooses and fuses kernels'
 ATTENTION = "attention on a GPU is cuDNN's flash attention, or XLA's if it has dropout"
@@ -109,7 +114,7 @@ NO_MEANING: Mapping[str, str] = {
         cuda_graph_scope cuda_graph_warmup_steps external_cuda_graph te_rng_tracker
         inference_rng_tracker apply_rope_fusion bias_activation_fusion memory_efficient_layer_norm
         use_fused_weighted_squared_relu no_te_activation_func
-        disable_jit_fuser jit_fuser no_use_tokenizer_model_from_checkpoint_args onnx_safe
+        disable_jit_fuser jit_fuser onnx_safe cuda_graph_modules
         moe_grouped_gemm moe_permute_fusion moe_router_fusion moe_router_padding_for_fp8
         moe_router_padding_for_quantization moe_pad_expert_input_to_capacity
         moe_pad_experts_for_cuda_graph_inference moe_use_legacy_grouped_gemm
@@ -135,11 +140,16 @@ NO_MEANING: Mapping[str, str] = {
         ddp_pad_buckets_for_high_nccl_busbw no_contiguous_buffers_in_local_ddp
         overlap_moe_expert_parallel_comm moe_shared_expert_overlap
         use_contiguous_buffers_in_ddp microbatch_group_size_per_virtual_pipeline_stage
+        no_tp_comm_bulk_dgrad no_tp_comm_bulk_wgrad no_tp_comm_overlap_ag no_tp_comm_overlap_rs
+        no_tp_comm_split_ag no_tp_comm_split_rs disable_align_grad_reduce fsdp_double_buffer
+        high_priority_a2a_comm_stream
     """,
     NETWORK: """
         distributed_backend distributed_timeout_minutes distributed_timeout_seconds_after_init
         local_rank rank world_size DDP_impl lazy_mpu_init nccl_communicator_config_path
-        nccl_ub use_sharp sharp_enabled_group use_tp_pp_dp_mapping disable_symmetric_registration
+        nccl_ub use_nccl_ub use_sharp sharp_enabled_group use_tp_pp_dp_mapping
+        disable_symmetric_registration fsdp_manual_registration
+        pipeline_model_parallel_comm_backend
         enable_gloo_process_groups disable_gloo_process_groups high_priority_stream_groups
         replication replication_jump replication_factor init_model_with_meta_device
     """,
@@ -161,14 +171,15 @@ NO_MEANING: Mapping[str, str] = {
         empty_unused_memory_level manual_gc manual_gc_interval no_manual_gc_eval
         no_clone_scatter_output_in_embedding fp8_param_gather keep_fp8_weight_transpose_cache
         reuse_grad_buf_for_mxfp8_param_ag torch_fsdp2_no_reshard_after_forward
-        suggested_communication_unit_size no_gradient_reduce_div_fusion
+        suggested_communication_unit_size no_gradient_reduce_div_fusion keep_fp8_transpose_cache
+        disable_manual_gc_eval disable_clone_scatter_output_in_embedding
     """,
     # `core/train/scaling.py`
     'delayed scales follow from the largest values of 1024 steps, without a margin': """
         fp8_margin fp8_interval
     """,
     'the vocabulary is padded to a multiple of 1024 on every mesh': """
-        make_vocab_size_divisible_by padded_vocab_size
+        make_vocab_size_divisible_by padded_vocab_size no_pad_vocab_size disable_pad_vocab_size
     """,
     'initial weights are the same on every mesh': """
         use_cpu_initialization no_initialization perform_initialization deep_init
@@ -186,6 +197,10 @@ NO_MEANING: Mapping[str, str] = {
         load_model_opt_format dist_ckpt_optim_fully_reshardable dist_ckpt_workers
         non_persistent_ckpt_type non_persistent_save_interval ckpt_convert_format
         ckpt_convert_save ckpt_convert_update_legacy_dist_opt_format verify_integrity
+        async_strategy async_ckpt_cpu_priority async_ckpt_io_priority async_ckpt_use_cpu_shm
+        non_persistent_global_ckpt_dir non_persistent_local_ckpt_dir non_persistent_local_ckpt_algo
+        use_mp_args_from_checkpoint_args dist_ckpt_save_pre_mcore_014
+        distrib_optim_fully_reshardable_mem_efficient
     """,
     LOGS: """
         tensorboard_dir tensorboard_log_interval tensorboard_queue_size log_params_norm
@@ -199,7 +214,9 @@ NO_MEANING: Mapping[str, str] = {
         one_logger_project one_logger_entity one_logger_run_name one_logger_async
         enable_msc disable_msc config_logger_dir record_memory_history memory_snapshot_path
         profile_ranks use_pytorch_profiler log_memory_interval log_device_memory_used
-        moe_per_layer_logging
+        moe_per_layer_logging log_max_attention_logit disable_log_loss_scale_to_tensorboard
+        pytorch_profiler_collect_shapes pytorch_profiler_collect_callstack
+        pytorch_profiler_collect_chakra record_shapes nvtx_ranges
     """,
     WATCH: """
         log_straggler disable_straggler_on_startup straggler_ctrlr_port straggler_minmax_count
@@ -208,6 +225,8 @@ NO_MEANING: Mapping[str, str] = {
         check_for_large_grads check_weight_hash_across_dp_replicas_interval rerun_mode
         error_injection_rate error_injection_type enable_ft_package calc_ft_timeouts
         inprocess_restart train_sync_interval test_mode app_tag_run_name app_tag_run_version
+        exit_signal_handler_for_training exit_signal_handler_for_dataloader ft_num_warmup_iters
+        run_workload_inspector_server
     """,
     READER: """
         num_workers data_cache_path no_mmap_bin_files data_impl mmap_warmup lazy_loader
@@ -218,6 +237,10 @@ NO_MEANING: Mapping[str, str] = {
         merge_file vocab_extra_ids tiktoken_pattern tiktoken_num_special_tokens
         tiktoken_special_tokens tokenizer_prompt_format legacy_tokenizer trust_remote_code
         tokenizer_hf_use_fast tokenizer_hf_include_special_tokens null_tokenizer_eod_id
+        tokenizer_hf_no_use_fast tokenizer_hf_no_include_special_tokens null_tokenizer_pad_id
+        tokenizer_metadata tokenizer_sentencepiece_legacy
+        no_use_tokenizer_model_from_checkpoint_args
+        disable_use_tokenizer_model_from_checkpoint_args
     """,
     'without --data-path, data.corpus names the corpus': 'mock_data',
     'jax decides how steps are split between processes': 'data_sharding no_data_sharding',
