@@ -713,6 +713,8 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_size_of_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r'^--num-layers: must be greater than 0, not 0$'):
+        convert(SMALL.replace('--num-layers 2', '--num-layers 0'))
     with pytest.raises(
         ConfigError, match=r'--tensor-model-parallel-size: must be greater than 0, not 0'
     ):

@@ -26,7 +26,7 @@ from interop.oracles import (
 from support import exhaustive, gather, relative_error, slow
 
 from megajax.core.config import Config, ConfigError, load
-from megajax.interop.megatron.command_line.arguments import read_arguments
+from megajax.interop.megatron.command_line.arguments import of_model, read_arguments
 from megajax.interop.megatron.export import export_megatron
 from megajax.interop.megatron.rank_files import FILE, find_ranks
 from megajax.interop.megatron.ranks import import_megatron
@@ -293,6 +293,23 @@ def test_arguments_become_a_model() -> None:
         read_arguments(base | wrong, 'x')
     with pytest.raises(ConfigError, match='hidden_size is missing from its arguments'):
         read_arguments({'num_layers': 2}, 'x')
+
+
+@pytest.mark.parametrize(
+    'damaged',
+    [
+        {'num_experts': 4, 'moe_router_topk': '2', 'moe_expert_capacity_factor': '1'},
+        {'num_experts': 4, 'moe_aux_loss_coeff': []},
+        {'num_experts': 4, 'moe_layer_freq': {}, 'num_layers': 2},
+        {'normalization': 1},
+        {'num_layers': '2'},
+    ],
+)
+def test_arguments_of_other_types_are_refused_with_the_file(damaged: dict[str, Any]) -> None:
+    model = {'num_layers': 2, 'hidden_size': 16, 'num_attention_heads': 4, 'vocab_size': 8}
+    arguments = model | {'max_position_embeddings': 8} | damaged
+    with pytest.raises(ConfigError, match=r'^x: its arguments describe no model: '):
+        read_arguments(of_model(arguments, 'x'), 'x')
 
 
 def vocab_size(arguments: dict[str, Any]) -> int:

@@ -114,13 +114,13 @@ def write_dist(folder: Path) -> None:
 def read_dist(path: Path) -> None:
     from interop.dist_writer import ITERATION
 
-    from megajax.interop.megatron.command_line.arguments import read_arguments
+    from megajax.interop.megatron.command_line.arguments import of_model, read_arguments
     from megajax.interop.megatron.dist_checkpoint import open_checkpoint, open_chunks
     from megajax.interop.megatron.rank_files import newest
 
     top = path.parent.parent if path.parent.name == ITERATION else path.parent
     checkpoint = open_checkpoint(newest(top))
-    read_arguments(checkpoint.arguments, str(path))
+    read_arguments(of_model(checkpoint.arguments, str(path)), str(path))
     for _, _, x in open_chunks(checkpoint.folder, checkpoint.tensors):
         x.copy()
 

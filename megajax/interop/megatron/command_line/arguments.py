@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from megajax.base.errors import reason
@@ -71,11 +72,23 @@ def of_model(arguments: Mapping[str, Any], file: str) -> Mapping[str, Any]:
     Logs a warning for each removed argument. The trained model does not depend on these arguments.
     """
     kept = dict(arguments)
-    for name, value, _ in rejected(arguments):
-        if name in experts.OF_TRAINING:
-            logger.warning('%s: left out: %s=%s, of the training', file, name, value)
-            del kept[name]
+    with _damage_named(file):
+        for name, value, _ in rejected(arguments):
+            if name in experts.OF_TRAINING:
+                logger.warning('%s: left out: %s=%s, of the training', file, name, value)
+                del kept[name]
     return kept
+
+
+@contextmanager
+def _damage_named(file: str) -> Iterator[None]:
+    """Raise ConfigError with the name of a file if its arguments have values of other types."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (AttributeError, TypeError, ArithmeticError, ValueError, LookupError) as error:
+        raise ConfigError(f'{file}: its arguments describe no model: {reason(error)}') from error
 
 
 def read_arguments(arguments: Mapping[str, Any], file: str) -> Keys:
@@ -83,15 +96,11 @@ def read_arguments(arguments: Mapping[str, Any], file: str) -> Keys:
 
     Raises ConfigError with each argument that is missing or whose value is not supported.
     """
-    try:
+    with _damage_named(file):
         if problems := _problems(arguments, file):
             raise ConfigError(*problems)
         size = _vocab_size(arguments, file)
         return _model(arguments, size, arguments.get('position_embedding_type') == 'rope')
-    except (TypeError, ArithmeticError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f'{file}: its arguments describe no model: {reason(error)}') from error
 
 
 def _problems(arguments: Mapping[str, Any], file: str) -> list[str]:
@@ -249,7 +258,7 @@ def _of_layers(arguments: Mapping[str, Any], num_layers: int, rope: bool) -> Key
         | ({'experts': None} if dense else {})
         for full, nope, dense in zip(is_full, is_nope, is_dense, strict=True)
     ]
-    pattern = shortest_pattern(layers)
+    pattern = shortest_pattern(layers or [{}])
     if len(pattern) > 1 or 'position' in pattern[0]:
         return {'layers': pattern}
     return {'window': pattern[0].get('window')}
