@@ -214,6 +214,17 @@ def test_layers_that_megajax_does_not_have_are_refused(added: str, words: list[s
         assert word in str(error.value)
 
 
+@pytest.mark.parametrize(
+    'default',
+    [
+        '--glu-linear-offset 0.0', '--glu-linear-offset 0', '--softmax-type vanilla',
+        '--num-tokentypes 0', '--multi-latent-attention=false', 'model.softmax_scale=null',
+    ],
+)  # fmt: skip
+def test_supported_values_of_other_arguments_change_nothing(default: str) -> None:
+    assert convert(f'{SMALL} --swiglu {default}') == convert(f'{SMALL} --swiglu')
+
+
 def test_swiglu_has_the_width_of_megatron(tmp_path: Path) -> None:
     config = config_of(SMALL.replace('64', '4096') + '--swiglu', tmp_path)
     assert config.model.ffn_size == 10880  # two thirds of four hidden sizes, a multiple of 64

@@ -235,9 +235,7 @@ def _value(name: str, values: list[str], shown: str) -> Any:
     if kind is bool and not values:
         return True
     if name in ONLY and name not in TYPES:
-        return {'false': False, 'none': None, 'null': None}.get(
-            ' '.join(values).lower(), ' '.join(values)
-        )
+        return _literal(' '.join(values))
     parse = PARSERS[kind]
     try:
         if len(values) != 1 and not (name == 'split' and values):
@@ -245,6 +243,13 @@ def _value(name: str, values: list[str], shown: str) -> Any:
         return parse(' '.join(values))
     except ValueError:
         raise ConfigError(f'{shown}: expected {WORDS[kind]}') from None
+
+
+def _literal(text: str) -> Any:
+    try:
+        return float(text)
+    except ValueError:
+        return {'false': False, 'none': None, 'null': None}.get(text.lower(), text)
 
 
 def _boolean(text: str) -> bool:
