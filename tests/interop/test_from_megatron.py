@@ -493,6 +493,7 @@ def test_all_faults_of_a_line_are_named_at_once() -> None:
             '--hiden-size 4',
             r'--hiden-size 4: is not a known argument .* did you mean --hidden-size\?',
         ),
+        ('--decoder-num-layers 2', '--decoder-num-layers 2: .* encoder-decoder models are not'),
         ('--zzzz', '--zzzz: is not a known argument'),
         ('--seed many', '--seed many: expected a whole number'),
         ('--lr inf', '--lr inf: expected a number'),

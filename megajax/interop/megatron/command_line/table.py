@@ -291,6 +291,8 @@ INSTEAD: Mapping[str, str] = {
     'account_for_embedding_in_pipeline_split': 'every stage has the same number of layers',
     'account_for_loss_in_pipeline_split': 'every stage has the same number of layers',
     'pipeline_model_parallel_split_rank': 'encoder-decoder models are not supported',
+    'decoder_num_layers': 'encoder-decoder models are not supported',
+    'decoder_seq_length': 'encoder-decoder models are not supported',
     'standalone_embedding_stage': 'the embedding is divided over the stages: leave it out',
     'data_parallel_random_init': 'replicas have the same weights: leave it out',
     'mtp_num_layers': 'a decoder predicts only the next token: leave it out',
