@@ -96,7 +96,7 @@ def difference(before: Inspection, after: Inspection) -> Difference:
 
 
 def _only_in(own: Sequence[Finding], others: Sequence[Finding]) -> Iterator[Finding]:
-    """Yield the findings that the others lack: those of the same rule at the same place match."""
+    """Yield the findings that the others lack; the same rule at the same place matches."""
     moved = Counter(_identity(each) for each in others if each not in own)
     for each in own:
         if each not in others:
