@@ -125,7 +125,7 @@ def _settings(config: Config, modules: list[str], base: str | None, family: str)
 def _target_modules(tensors: Iterable[str], checkpoint: Path, family: Family) -> list[str]:
     """Return names that select the modules of PEFT's tensors, and no others.
 
-    A name selects each module that ends in it: `self_attn.q_proj` selects those of all layers. The
+    A name selects each module that ends in it: `self_attn.q_proj` selects one in each layer. The
     whole name of a module is returned if its end is also the end of another linear layer.
     """
     adapted = {f'{linear}.weight' for linear in _adapted(checkpoint)}
