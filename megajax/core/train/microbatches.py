@@ -1,9 +1,11 @@
 """The batch of a step, cut into the microbatches of each data shard."""
 
+import logging
+
 import jax
 import jax.numpy as jnp
 
-from megajax.core.config import Config, ConfigError, Problem, mistake
+from megajax.core.config import Config, ConfigError, Problem
 from megajax.core.config.rules import of_batch
 from megajax.core.model.arr_coc.relevance import question
 from megajax.core.model.documents import first_tokens, of_all_shards
@@ -17,6 +19,8 @@ from megajax.core.train.feed import Batch
 # Arrays of a batch with one element per sequence. Each process traces them in this order: the order
 # of a set differs between processes, and so would their programs.
 OF_ROWS = 'rows', 'swapped', 'row_weights'
+
+logger = logging.getLogger(__name__)
 
 
 def with_weights(batch: Batch, config: Config, layout: Layout) -> Batch:
@@ -51,7 +55,7 @@ def _check_shape(batch: Batch, config: Config) -> None:
     rows, length = batch['tokens'].shape
     if (rows, length) == (config.train.batch_size, config.train.seq_len):
         return
-    _check_is_whole(rows, config)
+    _warn_of_parts(rows, config)
     if problems := of_batch(config, rows, length):
         of = f'{rows:,} rows of {length:,} tokens do not fit the config'
         raise ConfigError(
@@ -59,16 +63,16 @@ def _check_shape(batch: Batch, config: Config) -> None:
         )
 
 
-def _check_is_whole(rows: int, config: Config) -> None:
-    """Raise ConfigError if each process passed its own rows to `place_batch` as the whole batch."""
+def _warn_of_parts(rows: int, config: Config) -> None:
+    """Log a warning if each process may have passed its own rows to `place_batch` as the batch."""
     count, whole = jax.process_count(), config.train.batch_size
     if count > 1 and rows * count == whole:
-        message = (
-            f'{rows:,} rows in {count} processes, but train.batch_size={whole}: place_batch takes '
-            'the whole batch in each process; to pass only the rows local_rows(batch_size) of this '
-            f'process, give it batch_size={whole}'
+        logger.warning(
+            'batch: %d rows in %d processes, and train.batch_size=%d: place_batch takes the same '
+            'whole batch in each process. If these are the rows local_rows(%d) of this process, '
+            'give it batch_size=%d: now most of them are not used',
+            *(rows, count, whole, whole, whole),
         )
-        raise mistake('batch', message, 'train.batch_size')
 
 
 def for_shards(batch: Batch, config: Config, layout: Layout) -> Batch:
