@@ -130,9 +130,10 @@ def known_miscompiles(program: Any) -> list[str]:
     `as_text()` abbreviates as `{...}` from 11 devices on: give the compiled program, or a text
     printed with `print_large_constants`.
     """
+    from megajax.xla.emulate.arguments import of_jax
     from megajax.xla.miscompiles.guard import compiled_target
 
-    target = 'cpu' if isinstance(program, str) else compiled_target(program)
+    target = 'cpu' if isinstance(program, str) else compiled_target(of_jax(program))
     return _known_miscompiles(_text(program), target)
 
 
@@ -158,10 +159,11 @@ def gathered_experts(program: Any) -> list[str]:
 
 
 def _text(program: Any) -> str:
+    from megajax.xla.emulate.arguments import of_jax
     from megajax.xla.emulate.last_module import with_elements
     from megajax.xla.hlo.text import program_text
 
-    return with_elements(program) if isinstance(program, str) else program_text(program)
+    return with_elements(program) if isinstance(program, str) else program_text(of_jax(program))
 
 
 def run(

@@ -9,7 +9,7 @@ from inspect_collectives import arguments_of_mlp
 from jax.sharding import AxisType
 
 import megajax
-from megajax.analysis.inspect import assert_collectives
+from megajax.analysis.inspect import assert_collectives, gathered_experts, known_miscompiles
 
 EXPLICIT = (AxisType.Explicit,) * 2
 
@@ -182,6 +182,12 @@ class Filtered:
 def test_it_takes_a_plain_function_and_whatever_can_be_lowered(mesh):
     for function in (mlp.__wrapped__, mlp, Filtered(mlp.__wrapped__), functools.partial(mlp)):
         assert_collectives(function, *arguments_of_mlp(mesh), model={'all-reduce': 1})
+
+
+def test_known_miscompiles_takes_what_equinox_compiles(mesh):
+    with jax.set_mesh(mesh):
+        compiled = Filtered(mlp.__wrapped__).lower(*arguments_of_mlp(mesh)).compile()
+    assert known_miscompiles(compiled) == gathered_experts(compiled) == []
 
 
 def test_it_takes_what_equinox_compiles(mesh):
