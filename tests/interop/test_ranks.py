@@ -389,6 +389,12 @@ def test_the_padding_of_a_usual_vocabulary_is_left_out(
     assert (f'x: left out: {rows} rows of the vocabulary' in caplog.text) == bool(rows)
 
 
+def test_a_usual_vocabulary_does_not_stand_for_missing_rows() -> None:
+    arguments = {'num_layers': 2, 'hidden_size': 16, 'num_attention_heads': 4}
+    arguments |= {'max_position_embeddings': 8, 'tokenizer_type': 'GPT2BPETokenizer'}
+    assert 'vocab_size' not in read_arguments(arguments, 'x')
+
+
 @pytest.mark.parametrize(
     ('name', 'neutral', 'value'),
     [

@@ -211,7 +211,8 @@ def _vocab_size(arguments: Mapping[str, Any], file: str) -> Any:
         if padded is None or kind in SIZED or _is_padding_of(given, arguments):
             return given
     size = VOCABULARIES.get(kind) if isinstance(kind, str) else None
-    if size is None or not _is_padding_of(size, {**arguments, MULTIPLE: multiple or PADDING}):
+    of_type = {**arguments, MULTIPLE: multiple or PADDING}
+    if size is None or padded is None or not _is_padding_of(size, of_type):
         if given is not None:
             logger.warning(
                 '%s: all %s rows of the vocabulary are kept: they are not the padding of '
