@@ -344,7 +344,9 @@ def test_the_tokens_of_a_checkpoint_are_those_of_its_release(
         (100, {'padded_vocab_size': 128}, 100),
         (100, {'padded_vocab_size': 256}, 256),
         (100, {'padded_vocab_size': 256, 'tensor_model_parallel_size': 2}, 100),
+        (100, {'padded_vocab_size': 128, 'tensor_model_parallel_size': 8}, 100),  # converted
         (300, {'padded_vocab_size': 256}, 256),
+        (300, {'padded_vocab_size': 256, 'tensor_model_parallel_size': 8}, 256),
         (300, {'padded_vocab_size': 300}, 300),  # a converter's
         (100, {'padded_vocab_size': 256, 'tokenizer_type': 'TikTokenizer'}, 100),
         (100, {'padded_vocab_size': 256, 'tokenizer_type': 'NullTokenizer'}, 101),
@@ -374,6 +376,15 @@ def test_the_vocab_size_of_a_checkpoint_is_believed_if_it_has_its_rows(
             },
             50257,
             943,
+        ),
+        (
+            {
+                'tokenizer_type': 'GPT2BPETokenizer',
+                'padded_vocab_size': 50304,
+                'tensor_model_parallel_size': 8,
+            },
+            50257,
+            47,
         ),
         ({'tokenizer_type': 'Llama2Tokenizer', 'padded_vocab_size': 32000}, 32000, 0),
         # These sizes are not the padding of the usual vocabulary.

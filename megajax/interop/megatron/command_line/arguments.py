@@ -1,6 +1,7 @@
 """The model that Megatron-LM's arguments describe. Imports no jax."""
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -232,12 +233,15 @@ def _vocab_size(arguments: Mapping[str, Any], file: str) -> Any:
 def _is_padding_of(size: int, arguments: Mapping[str, Any]) -> bool:
     """Return whether this many tokens have the rows of the vocabulary after padding.
 
-    Arguments without a multiple, which are not Megatron-LM's own, allow any padding.
+    Arguments without a multiple, which are not Megatron-LM's own, allow any padding. It may be
+    the padding for a divisor of the tensor-parallel size, because Megatron-LM's converter can
+    change the size and keep the rows.
     """
     padded = arguments['padded_vocab_size']
     if not (multiple := arguments.get(MULTIPLE)):
         return bool(size <= padded)
-    multiple *= arguments.get('tensor_model_parallel_size') or 1
+    ranks = arguments.get('tensor_model_parallel_size') or 1
+    multiple *= math.gcd(ranks, padded // multiple)
     return bool(padded in (size, -(-size // multiple) * multiple))
 
 
