@@ -466,6 +466,9 @@ def test_all_faults_of_a_line_are_named_at_once() -> None:
         ('--loss-scale 4096', '--loss-scale 4096: .* dynamic'),
         ('--fp16 --fp8-format hybrid', 'hybrid: .* in bf16: give --bf16 instead of --fp16$'),
         ('--fp8-format hybrid', '--fp8-format hybrid: .* in bf16: give --bf16$'),
+        ('--fp8-hybrid trainer.precision=16', 'give --bf16 instead of trainer.precision$'),
+        ('--bf16 trainer.precision=32', '^--bf16 and trainer.precision: give one of them$'),
+        ('trainer.precision=64', '^trainer.precision=64: is not supported: give bf16, .*, 32$'),
         ('--bf16 --fp8-e4m3', '--fp8-e4m3: .* hybrid'),
         ('--bf16 --fp8-format hybrid --disable-fp8-wgrad', '--disable-fp8-wgrad: .* gradients'),
         ('--fp8-format e4m3', '--fp8-format e4m3: .* hybrid'),
@@ -486,7 +489,7 @@ def test_all_faults_of_a_line_are_named_at_once() -> None:
             '--data-path 0.5 a 0.3 b 0.2 a',
             '--data-path 0.5 a 0.3 b 0.2 a: names a twice, .* name it once, with the sum',
         ),
-        ('--fp16 --bf16', 'give one of the two'),
+        ('--fp16 --bf16', '--fp16 and --bf16: give one of them'),
         ('--exp-avg-dtype bf16', 'both moments have one dtype, .* give both the same'),
         ('--exp-avg-sq-dtype bf16', 'both moments have one dtype, .* give both the same'),
         (
@@ -762,6 +765,20 @@ def test_overrides_of_nemo_are_read(tmp_path: Path) -> None:
     assert (config.model.num_layers, config.mesh.model, config.train.dtype) == (2, 2, 'float32')
     assert config.mesh.sequence_parallel
     assert config.model.zero_centered_norm
+
+
+@pytest.mark.parametrize(
+    ('given', 'dtype'),
+    [
+        ('trainer.precision=bf16', 'bfloat16'),
+        ('trainer.precision=bf16-mixed model.bf16=True', 'bfloat16'),
+        ('trainer.precision=16', 'float16'),
+        ('trainer.precision=32', 'float32'),
+        ('model.fp8_hybrid=True trainer.precision=bf16-mixed', 'fp8'),
+    ],
+)
+def test_the_precision_of_nemo_is_the_dtype(given: str, dtype: str, tmp_path: Path) -> None:
+    assert config_of(SMALL + given, tmp_path).train.dtype == dtype
 
 
 @pytest.mark.parametrize(

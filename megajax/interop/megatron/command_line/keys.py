@@ -49,7 +49,7 @@ KEYS = """
     train.batch_size: global_batch_size micro_batch_size
     train.microbatches: micro_batch_size
     train.seq_len: seq_length
-    train.dtype: bf16 fp16 fp8_format
+    train.dtype: bf16 fp16 precision fp8_format
     train.fp8_scaling: fp8_recipe
     train.recompute: recompute_granularity
     train.eval_every: eval_interval

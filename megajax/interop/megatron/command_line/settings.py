@@ -22,6 +22,14 @@ SCHEDULES = {
     'WSD': 'wsd',
     'inverse-square-root': 'inverse_sqrt',
 }
+DTYPES = {'fp16': 'float16', 'bf16': 'bfloat16'}
+PRECISIONS = {  # NeMo's values of trainer.precision
+    'bf16': 'bfloat16',
+    'bf16-mixed': 'bfloat16',
+    '16': 'float16',
+    '16-mixed': 'float16',
+    '32': 'float32',
+}
 SHARDS = {
     'no_shard': 'none',
     'optim': 'optimizer',
@@ -159,14 +167,18 @@ def _train(line: Line, data: int, problems: list[str]) -> Keys:
 
 
 def _dtype(line: Line, problems: list[str]) -> str:
-    if line.get('fp16') and line.get('bf16'):
-        problems.append('--fp16 and --bf16: give one of the two')
+    given = {dtype: name for name, dtype in DTYPES.items() if line.get(name)}
+    if precision := line.get('precision'):
+        given.setdefault(PRECISIONS[precision], 'precision')
+    options = ' and '.join(map(line.option, given.values()))
+    if len(given) > 1:
+        problems.append(f'{options}: give one of them')
     if line.get('fp8_format'):
-        if not line.get('bf16'):
-            fix = 'give --bf16' + (' instead of --fp16' if line.get('fp16') else '')
+        if 'bfloat16' not in given:
+            fix = 'give --bf16' + (f' instead of {options}' if options else '')
             problems.append(f'{line.spelled["fp8_format"]}: the rest computes in bf16: {fix}')
         return 'fp8'
-    return 'float16' if line.get('fp16') else 'bfloat16' if line.get('bf16') else 'float32'
+    return next(iter(given), 'float32')
 
 
 def _optim(line: Line, steps: int, batch: int, problems: list[str]) -> Keys:

@@ -37,7 +37,7 @@ READ: Mapping[type, str] = {
         mid_level_dataset_surplus
     """,
     str: """
-        position_embedding_type window_size window_attn_skip_freq no_rope_freq
+        position_embedding_type window_size window_attn_skip_freq no_rope_freq precision
         normalization recompute_granularity fp8_format fp8_recipe fp8_amax_compute_algo
         lr_decay_style lr_wsd_decay_style weight_decay_incr_style optimizer
         cp_comm_type data_parallel_sharding_strategy exp_avg_dtype exp_avg_sq_dtype

@@ -16,7 +16,12 @@ from megajax.interop.megatron.command_line.corpus import split_of, tokenizer_of
 from megajax.interop.megatron.command_line.keys import SOURCES
 from megajax.interop.megatron.command_line.line import Line
 from megajax.interop.megatron.command_line.script import WAY_OUT
-from megajax.interop.megatron.command_line.settings import GROUPS, SCHEDULES, settings_of
+from megajax.interop.megatron.command_line.settings import (
+    GROUPS,
+    PRECISIONS,
+    SCHEDULES,
+    settings_of,
+)
 
 COLUMNS = 100
 DROPOUT = 'attention_dropout'
@@ -31,6 +36,7 @@ VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     ),
     'weight_decay_incr_style': (('constant',), 'the decay is constant: give --weight-decay'),
     'loss_scale': ((0.0,), 'the scale of fp16 is dynamic: leave it out'),
+    'precision': (tuple(PRECISIONS), f'give {", ".join(PRECISIONS)}'),
     'fp8_format': (('hybrid',), 'matmuls are e4m3 forward and e5m2 backward: give hybrid'),
     'fp8_recipe': (('delayed', 'tensorwise'), 'give delayed or tensorwise'),
     'first_last_layers_bf16': ((False,), 'all layers have FP8 matmuls: leave it out'),
