@@ -98,8 +98,9 @@ def build(
     tokenizer = given_tokenizer(job, inputs)
     wanted = fingerprint(job, inputs, tokenizer, unit)
     _progress(out, wanted)  # raises an error before any file is changed
+    resumable = is_resumable(inputs)
     with Partial.lock(out) as partial:
-        with _cleaned_up(partial, is_resumable(inputs)):
+        with _cleaned_up(partial, resumable):
             progress = _progress(out, wanted)
             before = progress.text_bytes if progress else 0
             if progress is None:
@@ -116,7 +117,7 @@ def build(
                 )
                 builder.encode(unit, checkpoint_units)
                 builder.complete(out)
-        partial.publish()
+        partial.publish(resumable)
     return BuildSummary(
         progress=progress,
         encoded=progress.text_bytes - before,

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from megajax.base.errors import ConfigError, Problem, mistake
 from megajax.base.files.locks import lock
 from megajax.base.files.outputs import sync
+from megajax.base.render.text import typed
 from megajax.runtime.data.sources.pieces import UNIT, Position
 from megajax.runtime.data.tokens.indexed import write_index
 
@@ -213,11 +214,11 @@ class Partial:
         while self._files:
             self._files.popitem()[1].close()
 
-    def publish(self) -> None:
+    def publish(self, resumable: bool) -> None:
         """Rename the files to their final names, PREFIX.idx last, and delete the folder.
 
         If a kill interrupts this, it can be repeated. Raises UnfinishedError if a file cannot be
-        renamed.
+        renamed. Unless the build is `resumable`, the error gives the commands that rename the rest.
         """
         for name, final in zip(FINAL, finals(self._out), strict=True):
             try:
@@ -226,12 +227,22 @@ class Partial:
             except FileNotFoundError:
                 pass  # an earlier call renamed the file before it was killed
             except OSError as error:
+                rest = 'the same command again' if resumable else f'`{self._renames()}`'
                 message = (
                     f'cannot be renamed from {self.folder / name}: {error.strerror}; '
-                    'make the folder writable, and run the same command again'
+                    f'make the folder writable, and run {rest}'
                 )
                 raise UnfinishedError(Problem(str(final), message)) from error
         self.discard()
+
+    def _renames(self) -> str:
+        """Return the shell's commands that do the rest of `publish`."""
+        renames = [
+            f'mv {typed(self.folder / name)} {typed(final)}'
+            for name, final in zip(FINAL, finals(self._out), strict=True)
+            if (self.folder / name).exists()
+        ]
+        return ' && '.join([*renames, f'rm -r {typed(self.folder)}'])
 
     def discard(self) -> None:
         """Delete the folder."""

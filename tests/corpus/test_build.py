@@ -565,6 +565,23 @@ def test_a_build_from_a_stream_leaves_nothing_on_a_full_disk(corpus: Path, tmp_p
         assert not (tmp_path / 'out.partial').exists()
 
 
+def test_the_files_of_a_stream_can_be_renamed_after_an_error(corpus: Path, tmp_path: Path) -> None:
+    os.mkfifo(fifo := tmp_path / 'fifo.jsonl')
+    wanted, obstacle = job(tmp_path / 'a name', fifo), tmp_path / 'a name.bin'
+
+    def obstruct(read: int, total: int) -> None:
+        obstacle.mkdir(exist_ok=True)
+
+    said = pytest.raises(ConfigError, match=r'a name\.bin: cannot be renamed from ')
+    with subprocess.Popen(['cp', corpus, fifo]), said as caught:
+        build(wanted, report=obstruct)
+    obstacle.rmdir()
+    fix = str(caught.value).split('`')[1]
+    subprocess.run(fix, shell=True, check=True)
+    build(job(tmp_path / 'whole', corpus))
+    assert tokens_and_index(tmp_path / 'a name') == tokens_and_index(tmp_path / 'whole')
+
+
 def test_a_build_resumes_after_an_input_could_not_be_read(corpus: Path, tmp_path: Path) -> None:
     second = tmp_path / 'second.jsonl'
     second.write_bytes(corpus.read_bytes())
