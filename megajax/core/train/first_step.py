@@ -1,11 +1,13 @@
 """The first step of a run in fp16 or fp8, which finds the initial scales.
 
-In fp8 the first batch gives the scale of every operand; later batches give the scales that it could
-not give. In fp16 the first batch gives the loss scale. The first
-gradient to overflow is not the gradient of a logit, whose maximum is known, but one that grows
-during backpropagation. A norm divides by the standard deviation of its input, so the embedding's
-gradients are the gradients of the first norm's output, divided by the embedding's small numbers.
-Their size depends on the model and on the batch, so the scale is found by trial.
+In fp8 the first batch gives the scale of each operand. Later batches give the scales of operands
+that were zero in the whole first batch.
+
+In fp16 the first batch gives the loss scale. The first gradient to overflow is not the gradient of
+a logit, whose maximum is known, but one that grows during backpropagation. A norm divides by the
+standard deviation of its input, so the embedding's gradients are the gradients of the first norm's
+output, divided by the embedding's small numbers. Their size depends on the model and on the batch,
+so the scale is found by trial.
 """
 
 from collections.abc import Callable
