@@ -60,9 +60,12 @@ def with_scales(config: Config, state: TrainState, batch: Batch) -> TrainState:
 
 
 class Calibration:
-    """The fp8 scales of a run, computed in steps after `step` until every operand has one.
+    """The fp8 scales of a run, computed from batches for the operands that have none.
 
-    A small number without a scale is rounded to zero, so no later step would measure it.
+    A small number without a scale is rounded to zero, so no later step would measure it. Scales are
+    computed before every step until an operand has one, then only before steps whose number is a
+    power of two, because some operands may be zero in every batch. Only the step and its state
+    decide, so a resumed run computes scales from the same batches as an uninterrupted run.
     """
 
     def __init__(self, config: Config, step: int):
@@ -72,7 +75,6 @@ class Calibration:
 
     def rewind(self, step: int) -> None:
         """Check the scales in the step after `step`, for example after a rollback."""
-        self._start = step
         self._next = step + 1 if self._config.train.has_delayed_scales else None
 
     def is_due(self, step: int) -> bool:
@@ -84,19 +86,19 @@ class Calibration:
         if state.recent is None or not self.is_due(step):
             return state
         recent = jax.device_get(state.recent)
-        if has_scale(recent).all():
-            self._next = None
+        self._next = 2 ** step.bit_length()  # the next power of two
+        is_scaled, is_power_of_two = has_scale(recent), step.bit_count() == 1
+        if is_scaled.all() or (is_scaled.any() and not is_power_of_two):
             return state
         if self._calibrate is None:
             self._calibrate = make_calibration(self._config)
         found = jax.device_get(self._calibrate(state.params, state.step, batch))
-        if not are_all_finite(found):
+        if are_all_finite(found):
+            recent = np.where(is_scaled[..., None], recent, found)
+            state = state._replace(recent=jax.device_put(recent, state.recent.sharding))
+        if not has_scale(recent).any():
             self._next = step + 1
-            return state
-        new = np.where(has_scale(recent)[..., None], recent, found)
-        # Some operands may be zero in every batch, so the pass is not repeated in each step.
-        self._next = None if has_scale(new).all() else step + (step - self._start)
-        return state._replace(recent=jax.device_put(new, state.recent.sharding))
+        return state
 
 
 def _with_scale(state: TrainState, value: float) -> TrainState:

@@ -267,23 +267,30 @@ def started(config: Config) -> TrainState:
     return with_scales(config, random_state(config), place_batch(make_batch(config)))
 
 
+def due_step(calibration: Calibration) -> int:
+    """The next step before which scales may be computed."""
+    return next(step for step in range(99) if calibration.is_due(step))
+
+
 @functools.cache
-def calibrated_by(*masks: float) -> tuple[list[int | None], np.ndarray]:
+def calibrated_by(*masks: float, resumed_after: int = 0) -> tuple[list[int], np.ndarray]:
     """The scales of a run whose batches have these masks, and the steps that then may set some."""
-    config, due = ONE.config, list[int | None]()
+    config, due = ONE.config, list[int]()
     with on_mesh(config):
         state, calibration = random_state(config), Calibration(config, 0)
         for step, mask in enumerate(masks, 1):
             batch = place_batch(make_batch(config))
             batch['loss_mask'] = batch['loss_mask'] * mask
             state = calibration.scaled(step, state, batch)
-            due.append(next((x for x in range(99) if calibration.is_due(x)), None))
+            due.append(due_step(calibration))
+            if step == resumed_after:
+                calibration.rewind(step)
         return due, np.asarray(state.recent)
 
 
 def test_a_first_batch_that_is_not_finite_gives_no_scale_and_the_next_one_does() -> None:
     due, recent = calibrated_by(np.nan, np.nan, 1.0)
-    assert due == [2, 3, None]
+    assert due == [2, 3, 4]
     np.testing.assert_array_equal(recent, calibrated_by(1.0)[1])
 
 
@@ -294,17 +301,43 @@ def test_an_operand_of_zeros_gets_its_scale_from_a_later_batch() -> None:
     assert has_scale[..., [fp8.X, fp8.W]].all()
     assert not has_scale[..., fp8.DY].any()
     due, recent = calibrated_by(0.0, 1.0)
-    assert due == [2, None]
+    assert due == [2, 4]
     np.testing.assert_array_equal(recent, calibrated_by(1.0)[1])
+
+
+@pytest.mark.parametrize(
+    ('masks', 'step'), [((0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0), 5), ((np.nan, np.nan, 1.0), 1)]
+)
+def test_a_resumed_run_gets_its_scales_from_the_batches_of_an_uninterrupted_one(
+    masks: tuple[float, ...], step: int
+) -> None:
+    (due, recent), (expected_due, expected) = (
+        calibrated_by(*masks, resumed_after=after) for after in (step, 0)
+    )
+    assert due == expected_due
+    np.testing.assert_array_equal(recent, expected)
+
+
+@pytest.mark.parametrize('is_lost', [False, True])
+def test_a_resumed_run_sets_a_lost_scale_in_the_same_step_as_an_uninterrupted_one(
+    is_lost: bool,
+) -> None:
+    state = SimpleNamespace(recent=np.ones((2, 4, 3, fp8.NUM_EXPONENTS)))
+    uninterrupted, resumed = Calibration(ONE.config, 0), Calibration(ONE.config, 4)
+    for step in (1, 2, 4):
+        assert uninterrupted.scaled(step, state, {}) is state
+    state.recent[0, 0, fp8.DY] = not is_lost
+    assert resumed.scaled(5, state, {}) is state
+    assert due_step(resumed) == due_step(uninterrupted) == 8
 
 
 def test_after_a_rollback_the_scales_are_checked_again() -> None:
     config, state = ONE.config, SimpleNamespace(recent=np.ones((2, 4, 3, fp8.NUM_EXPONENTS)))
     calibration = Calibration(config, 4)
     assert calibration.scaled(5, state, {}) is state
-    assert not any(map(calibration.is_due, range(9)))
+    assert due_step(calibration) == 8
     calibration.rewind(2)
-    assert [step for step in range(9) if calibration.is_due(step)] == [3]
+    assert due_step(calibration) == 3
     in_bf16 = Calibration(ONE._replace(dtype='bfloat16').config, 4)
     in_bf16.rewind(2)
     assert not any(map(in_bf16.is_due, range(9)))
