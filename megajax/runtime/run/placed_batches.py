@@ -38,11 +38,20 @@ class PlacedBatches:
         self._batches, self._prepare, self._rows = batches, prepare, local_rows(batches.batch_size)
         self._read = batches.read_ahead(first, last, self._rows)
         self._error: Exception | None = None
+        self._peeked: Batch | None = None
 
     def __iter__(self) -> Self:
         return self
 
+    def peek(self) -> Batch:
+        """Return the next batch, which the iteration then returns again."""
+        self._peeked = next(self)
+        return self._peeked
+
     def __next__(self) -> Batch:
+        if (peeked := self._peeked) is not None:
+            self._peeked = None
+            return peeked
         try:
             # After an error, every later batch counts as unreadable, too: the next step may be
             # dispatched before the failure is known, and it must not change anything either.

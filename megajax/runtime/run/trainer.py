@@ -106,11 +106,10 @@ class Trainer:
         self.clock.begin('other')
         self._batches = self._read_on()
         self._between_steps.begin()
+        every = self.config.train.log_every
         with (
             self.profiler,
-            self.report.progress(
-                start=self.step, steps=steps, log_every=self.config.train.log_every
-            ) as progress,
+            self.report.progress(start=self.step, steps=steps, log_every=every) as progress,
         ):
             while self.step < steps:
                 try:
@@ -224,13 +223,17 @@ class Trainer:
         `previous` are the metrics of the step before it, unless they have been read.
         """
         self.summary.dispatched = step
+        if self._calibration.is_due(step):  # before the step, whose trace is of one program
+            self._begin('data_wait', 'data')
+            batch = self._batches.peek()
+            self._begin('compile', f'step {step}', 'first step')
+            self.state = self._calibration.scaled(step, self.state, batch)
         with self.profiler.step(step):
             start = self._begin('data_wait', 'data')
             with noting_end(previous) as ends:
                 batch = next(self._batches)
-            kind = 'first step' if step == self._first or self._calibration.is_due(step) else 'step'
+            kind = 'first step' if step == self._first else 'step'
             after_batch = self._begin('productive', f'step {step}', kind)
-            self.state = self._calibration.scaled(step, self.state, batch)
             replayed = self.clock.seconds('replay')
             self.state, metrics = self._run_step(step, batch)
             replay = self.clock.seconds('replay') - replayed
@@ -257,14 +260,10 @@ class Trainer:
 
         Raises CorruptionError if the step is repeated and the results differ.
         """
-        train_step = self._replay.of_step(step)
-        if (
-            self.state.loss_scale is None
-            or self.config.train.loss_scale != 'auto'
-            or self.step > self._skipped
-        ):
+        train_step, scale = self._replay.of_step(step), self.state.loss_scale
+        if scale is None or self.config.train.loss_scale != 'auto' or self.step > self._skipped:
             return train_step(self.state, batch)
-        first = float(self.state.loss_scale.value)
+        first = float(scale.value)
         state, metrics = take_first_step(train_step, self.state, batch)
         if metrics['taken']:
             self.report.loss_scale(first, float(metrics['loss_scale']))

@@ -49,6 +49,18 @@ def test_the_same_batches_on_every_mesh(mesh: tuple[int, int], order: str) -> No
                 np.testing.assert_array_equal(np.asarray(placed), expected[name])
 
 
+def test_a_batch_that_was_peeked_at_is_still_the_next() -> None:
+    train = load_data(make_config('stateless')).train
+    with jax.set_mesh(make_mesh(1, 1)):
+        batches = PlacedBatches(train, FIRST, LAST)
+        for step in range(FIRST, LAST):
+            peeked = [batches.peek() for _ in range(step - FIRST)]
+            batch = next(batches)
+            assert all(one is batch for one in peeked)
+            np.testing.assert_array_equal(np.asarray(batch['labels']), train[step]['labels'])
+        assert not list(batches)
+
+
 PROCESS = f"""
 import json, sys
 import jax

@@ -10,7 +10,10 @@ import pytest
 from counting import CONFIG, make_counting_step
 from support import write_run
 
+from megajax.analysis.profile.trace import read_trace
 from megajax.core.config import load
+from megajax.core.train.first_step import Calibration
+from megajax.core.train.step import TrainState
 from megajax.runtime.data import Batches
 from megajax.runtime.run import compile_step, replay
 from megajax.runtime.run.clock import Clock
@@ -157,3 +160,24 @@ def test_writing_the_trace_is_no_part_of_a_step(
     assert max(line['step_ms'] for line in lines.values()) < 1e3 * export
     assert seconds(tmp_path)['productive'] < export
     assert seconds(tmp_path)['other'] > export
+
+
+def test_finding_fp8_scales_is_no_part_of_a_step_or_of_its_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibrated = 2.0
+
+    def slow(calibration: Calibration, step: int, state: TrainState, batch: Any) -> TrainState:
+        if calibration.is_due(step):
+            time.sleep(calibrated)
+        return state
+
+    monkeypatch.setattr(Calibration, 'scaled', slow)
+    keys = 'train.dtype=fp8', 'train.profile={start: 0, steps: 2}', 'train.steps=3'
+    lines = train(tmp_path, monkeypatch, *keys)
+    assert max(line['step_ms'] for line in lines.values()) < 1e3 * calibrated
+    (file,) = (tmp_path / 'run/profile').rglob('*.xplane.pb')
+    steps = read_trace(file).steps
+    assert [*steps] == [1, 2]
+    assert max(end - start for start, end in steps.values()) < 1e9 * calibrated
+    assert seconds(tmp_path)['compile'] > calibrated
