@@ -72,12 +72,22 @@ def scales_in(setting: Setting) -> np.ndarray:
 
 
 @functools.cache
-def in_fp8(setting: Setting) -> tuple[float, dict[str, np.ndarray], np.ndarray]:
-    """The loss, the gradients and the places of a step, with one device's scales of its batch."""
-    config = setting.config
+def in_fp8(setting: Setting, nudge: int = 0) -> tuple[float, dict[str, np.ndarray], np.ndarray]:
+    """The loss, the gradients and the places of a step, with one device's scales of its batch.
+
+    A nudge is the seed of a change of the parameters by less than bf16 rounds.
+    """
+    config, random = setting.config, np.random.default_rng(nudge)
     scales = scales_in(setting.on_one_device._replace(microbatches=1, overlap='none', unroll=False))
+
+    def nudged(x: jax.Array) -> jax.Array:
+        factor = 1 + 1e-3 * random.uniform(-1, 1, x.shape)
+        return jax.device_put((np.asarray(x) * factor).astype(x.dtype), x.sharding)
+
     with compiling(setting), on_mesh(config):
-        given = random_params(config, std=0.05), batch_of(setting), jax.random.key(0)
+        params = random_params(config, std=0.05)
+        params = jax.tree.map(nudged, params) if nudge else params
+        given = params, batch_of(setting), jax.random.key(0)
         (loss, _), gradients, seen = jax.jit(make_gradients(config))(*given, None, scales)
         assert {gradient.dtype for gradient in jax.tree.leaves(gradients)} == {np.dtype('float32')}
         found = in_layer_order(gather(gradients), config)
@@ -126,12 +136,16 @@ EXPONENTS = pytest.mark.parametrize(
 
 
 @EXPONENTS
-def test_every_mesh_sees_the_same_exponents(setting: Setting) -> None:
+def test_every_mesh_sees_the_same_exponents_but_for_rounding(setting: Setting) -> None:
     (expected_loss, expected, places), (loss, gradients, own) = map(
         in_fp8, (setting.on_one_device, setting)
     )
     assert relative_error(loss, expected_loss) < 1e-4
-    np.testing.assert_array_equal(own, places)
+    differ = own != places
+    if differ.any():  # rounding decides about a largest number next to a power of two
+        nudged = [in_fp8(setting.on_one_device, nudge)[2] for nudge in range(1, 9)]
+        assert (np.any([each == own for each in nudged], axis=0) | ~differ).all()
+        assert differ.mean() < 0.1
     # Programs differ by roundings of bf16, and 8-bit numbers by their last bit where these tip it.
     assert_close(gradients, expected, 0.15)
 
