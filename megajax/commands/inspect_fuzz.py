@@ -121,10 +121,10 @@ def _some_config(seed: int, fixed: Sequence[str]) -> 'Config':
 
 @contextmanager
 def _stopping() -> Iterator[None]:
-    """Raise StopRequested in the block if SIGTERM or SIGHUP asks this process to end."""
-    from megajax.runtime.processes.signals import take_stops
+    """Raise StopRequested in the block if a signal other than Ctrl-C asks this process to end."""
+    from megajax.runtime.processes.signals import STOPS, take_stops
 
-    numbers = signal.SIGTERM, signal.SIGHUP
+    numbers = [number for number in STOPS if number != signal.SIGINT]
 
     def stop(number: int, _: object) -> None:
         for each in numbers:

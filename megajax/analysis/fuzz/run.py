@@ -18,11 +18,12 @@ import jax
 from megajax.analysis.fuzz.case import Case, Key
 from megajax.analysis.fuzz.draw import LAYOUTS, draw
 from megajax.analysis.fuzz.execute import BEGUN, DONE, FOUND, UNABLE
-from megajax.analysis.inspect.child import STOPS, EndedBySignal, call_in_child
+from megajax.analysis.inspect.child import EndedBySignal, call_in_child
 from megajax.base.errors import ResourceError, StopRequested, reason
 from megajax.base.files.outputs import with_folder
 from megajax.base.source import source_digest
 from megajax.core.config import ConfigError
+from megajax.runtime.processes.signals import STOPS
 from megajax.xla.emulate.result import NOT_FOUND
 from megajax.xla.miscompiles import answers
 
@@ -266,7 +267,7 @@ def _check_stopped(ended: RuntimeError | None, *, is_started: bool) -> None:
     """Raise an error if a process ended for a reason that no step has."""
     if not isinstance(ended, EndedBySignal):
         return
-    if ended.signal in STOPS:
+    if ended.signal in {each.name for each in STOPS}:
         raise StopRequested(f'{ended.signal} ended a process; the same command continues')
     if ended.signal == NO_MEMORY and not is_started:
         raise ResourceError(f'{str(ended).splitlines()[0]}; use fewer --jobs or more memory')

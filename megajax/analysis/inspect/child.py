@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 # Why a signal ends a compiler.
 CAUSES = {'SIGALRM': ' (it took too long)', 'SIGKILL': ' (the system does this if memory runs out)'}
-# Signals with which a person, a terminal or a scheduler ends a process.
-STOPS = 'SIGINT', 'SIGTERM', 'SIGHUP'
 NO_CUDNN = 'cuDNN not found'  # the compiler's error
 MARK = 'megajax config: '  # before each line of a ConfigError, since plugins write to stderr too
 

@@ -22,11 +22,12 @@ from megajax.analysis.fuzz.case import Case, Worst
 from megajax.analysis.fuzz.draw import LAYOUTS, draw
 from megajax.analysis.fuzz.execute import BEGUN, DONE, FOUND, UNABLE
 from megajax.analysis.fuzz.run import fuzz, made_by, read
-from megajax.analysis.inspect.child import STOPS, EndedBySignal
+from megajax.analysis.inspect.child import EndedBySignal
 from megajax.base.errors import ResourceError, StopRequested
 from megajax.base.source import PACKAGE
 from megajax.core.config import ConfigError
 from megajax.core.hardware.targets import has_compiler
+from megajax.runtime.processes.signals import STOPS
 
 
 def case(number: int, verdict: str = 'right', **updates: object) -> Case:
@@ -165,7 +166,7 @@ def test_a_step_that_ends_its_process_fails_and_another_process_does_the_rest(
     assert found == read(file) == said
 
 
-@pytest.mark.parametrize('name', STOPS)
+@pytest.mark.parametrize('name', [each.name for each in STOPS])
 def test_a_signal_that_stops_a_process_is_no_finding_and_starts_no_other(
     tmp_path, monkeypatch, name
 ):
@@ -196,7 +197,7 @@ main()
 
 
 @pytest.mark.parametrize(
-    ('number', 'code'), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGHUP, 75)]
+    ('number', 'code'), [(each, 130 if each == signal.SIGINT else 75) for each in STOPS]
 )
 def test_a_signal_ends_all_processes_and_stores_nothing(tmp_path, number, code):
     if not has_compiler():
