@@ -21,7 +21,7 @@ analysis.compare:compared=api,order=site_names,sides=sources
 analysis.inspect:culprit=bisect_pass,kept_weights=zero3_lint,limits=tolerances
 analysis.inspect:moves=pipeline_lint,reduce=minimize
 analysis.plan:faults=goodput,held=live_memory,one_key=memory_fix
-analysis.plan:verdicts_on_depth=pipeline_verdicts,words=describe
+analysis.plan:verdicts_on_depth=verdicts,words=describe
 analysis.report:facts=run_facts,learned=learning,thin=downsample,wrong=problems
 core.config:combinations=conflicts
 core.counts:passes=runs

@@ -11,7 +11,6 @@ from megajax.analysis.plan.goodput import GPU_HOURS_TO_FAILURE, Faults, faults
 from megajax.analysis.plan.layouts import changed
 from megajax.analysis.plan.memory import largest_microbatch
 from megajax.analysis.plan.network import Cluster
-from megajax.analysis.plan.pipeline_verdicts import bubble, on_contexts, on_pipelines
 from megajax.analysis.plan.programs import BY_NAME, MEGAJAX, ProgramName, Software
 from megajax.analysis.plan.result import (
     Candidate,
@@ -23,9 +22,17 @@ from megajax.analysis.plan.result import (
 )
 from megajax.analysis.plan.search import Choice, Ranking, memory_on, search, usable_memory
 from megajax.analysis.plan.time import StepTime, step_time
-from megajax.analysis.plan.verdicts import on_experts, on_grids, on_sharding, on_tensor_parallelism
+from megajax.analysis.plan.verdicts import (
+    bubble,
+    on_contexts,
+    on_experts,
+    on_grids,
+    on_pipelines,
+    on_sharding,
+    on_tensor_parallelism,
+    on_windows,
+)
 from megajax.analysis.plan.what_if import what_if
-from megajax.analysis.plan.window_verdict import on_windows
 from megajax.base.render.units import count
 from megajax.core.config import Config, ConfigError, dump
 from megajax.core.config.overlap_rules import resolved

@@ -86,7 +86,7 @@ class Software:
     # Added to the die's `half_size`, because its kernels are less efficient for short dims.
     half_size: float = 0.0
     # How it scales FP8 tensors, whether the same kernel transposes them, and whether
-    # tensor-parallel groups gather rounded tensors; see `fp8.py`.
+    # tensor-parallel groups gather rounded tensors; see `kernel_time.py`.
     # None: as `train.fp8_scaling` says.
     rounding: Rounding | None = 'current'
     fuses_transpose: bool = True

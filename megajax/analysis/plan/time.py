@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from megajax.analysis.plan.experts import of_busiest
-from megajax.analysis.plan.fp8 import rounding_seconds
 from megajax.analysis.plan.kernel_time import (
     in_parts,
     peak_flops,
     product_seconds,
+    rounding_seconds,
     traffic_seconds,
 )
 from megajax.analysis.plan.launches import launch_seconds

@@ -17,7 +17,7 @@ from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.programs import MEGAJAX, MEGATRON
 from megajax.analysis.plan.sizes import Sizes
 from megajax.analysis.plan.time import step_time
-from megajax.analysis.plan.window_verdict import on_windows
+from megajax.analysis.plan.verdicts import on_windows
 from megajax.core.config import Config
 from megajax.core.config.overlap_rules import resolved
 from megajax.core.config.rules import incompatibilities
