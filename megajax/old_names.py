@@ -18,7 +18,7 @@ _GROUP_OF = {room: group for group, rooms in GROUPS.items() for room in rooms}
 # Modules that were renamed, by package.
 _FILES = """
 analysis.compare:compared=api,order=site_names,sides=sources
-analysis.inspect:culprit=bisect_pass,kept_weights=zero3_lint,limits=tolerances
+analysis.inspect:culprit=step_run,kept_weights=zero3_lint,limits=tolerances
 analysis.inspect:moves=pipeline_lint,reduce=minimize
 analysis.plan:faults=goodput,held=live_memory,one_key=memory_fix
 analysis.plan:verdicts_on_depth=verdicts,words=describe

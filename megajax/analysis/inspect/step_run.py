@@ -72,7 +72,6 @@ def _explained(
 ) -> StepRun:
     if step_run.ok:
         return step_run
-    from megajax.analysis.inspect.bisect_pass import culprit
     from megajax.analysis.inspect.emulated_step import EmulatedStep
     from megajax.analysis.inspect.minimize import smallest
 
@@ -95,6 +94,21 @@ def _explained(
     if minimize:
         updates['smallest'] = dump(smallest(config, is_wrong))
     return step_run.model_copy(update=updates)
+
+
+def culprit(config: Config, target: str, *, exact: bool, say: Say) -> str:
+    """Compile again with a dump after every pass, and bisect for the first wrong dump."""
+    from megajax.analysis.inspect.emulated_step import EmulatedStep
+    from megajax.xla.emulate.bisect import dump_options, first_wrong, modules
+
+    with tempfile.TemporaryDirectory() as folder:
+        say('compiling with a dump of every pass ...')
+        step = EmulatedStep(config, target, dump_options(Path(folder)))
+
+        def is_right(text: str) -> bool:
+            return step.results(exact=exact, text=text)[0].ok
+
+        return str(first_wrong(modules(Path(folder)), is_right, say))
 
 
 def _main(task: str, result: str) -> None:

@@ -90,7 +90,7 @@ def test_a_program_of_16_bits_runs_twice_and_what_is_wrong_is_looked_into(
 
     monkeypatch.setattr('megajax.analysis.inspect.emulated_step.EmulatedStep', Step)
     monkeypatch.setattr(
-        'megajax.analysis.inspect.bisect_pass.culprit',
+        'megajax.analysis.inspect.step_run.culprit',
         lambda config, target, *, exact, say: f'{config.train.dtype} on {target}, exact={exact}',
     )
     heard: list[str] = []
@@ -120,7 +120,7 @@ def test_a_wrong_step_is_told_though_a_search_fails(monkeypatch: pytest.MonkeyPa
         raise ValueError('no pass is wrong')
 
     monkeypatch.setattr('megajax.analysis.inspect.emulated_step.EmulatedStep', Step)
-    monkeypatch.setattr('megajax.analysis.inspect.bisect_pass.culprit', culprit)
+    monkeypatch.setattr('megajax.analysis.inspect.step_run.culprit', culprit)
     heard: list[str] = []
     [found] = run(config, 'h100', bisect=True, minimize=True, say=heard.append)
     assert found.results == WRONG
