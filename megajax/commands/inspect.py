@@ -8,8 +8,8 @@ import typer
 from rich.console import Console
 
 from megajax.base.files.outputs import check_outputs, with_folder
-from megajax.commands.default_command import DefaultGroup
 from megajax.commands.inspect_fuzz import fuzz
+from megajax.commands.options import DefaultGroup
 from megajax.core.config import Config, ConfigError, load
 from megajax.core.config.records import read_record
 from megajax.core.hardware.records import record_name

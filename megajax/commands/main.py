@@ -8,18 +8,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Column, Table
 
-from megajax.base.render.folded import Folded
 from megajax.base.render.logs import log_to_terminal
 from megajax.commands.checkpoint import checkpoint_app
 from megajax.commands.compare import compare
-from megajax.commands.config_conflicts import conflicts
-from megajax.commands.config_diff import config_diff
-from megajax.commands.config_keys import keys
+from megajax.commands.config import config_app
 from megajax.commands.data import data_app
-from megajax.commands.from_megatron import SETTINGS, from_megatron
 from megajax.commands.generate import evaluate, generate
 from megajax.commands.inspect import inspect_app
 from megajax.commands.interop import export_app, import_app
@@ -27,18 +21,8 @@ from megajax.commands.options import KeysGroup
 from megajax.commands.plan import plan_app
 from megajax.commands.profile import profile
 from megajax.commands.report import report
-from megajax.core.config import (
-    Config,
-    ConfigError,
-    ModelConfig,
-    RunError,
-    dump,
-    load,
-    presets,
-    recipes,
-)
+from megajax.core.config import Config, ConfigError, RunError, load
 from megajax.core.config.overrides import is_override
-from megajax.core.counts.parameters import num_parameters
 from megajax.runtime.processes.environment import read_start
 from megajax.runtime.processes.signals import leave_when_asked
 from megajax.runtime.run.infer_config import config_of_overrides
@@ -50,14 +34,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-config_app = typer.Typer(
-    cls=KeysGroup, no_args_is_help=True, rich_markup_mode=None, help='Show and compare configs.'
-)
-
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar='KEY=VALUE', help='For example train.steps=100 mesh.model=4.'),
-]
 
 
 def main() -> None:
@@ -200,47 +176,11 @@ def doctor(
     raise typer.Exit(1 if diagnosis.findings else 0)
 
 
-@config_app.command()
-def show(
-    source: Annotated[str, typer.Argument(metavar='CONFIG', help='A preset or a YAML file.')],
-    overrides: Overrides = None,
-) -> None:
-    """Print the resolved config and the model's parameter count."""
-    config = load(source, overrides or ())
-    print(dump(config), end='')
-    print(f'# {_parameters(config.model)}')
-
-
-@config_app.command('list')
-def list_presets() -> None:
-    """List the presets and the recipes, smallest first."""
-    configs = {name: load(name).model for name in (*presets(), *recipes())}
-    sizes = [
-        Column(name, justify='right', no_wrap=True)
-        for name in ('layers', 'hidden', 'heads', 'parameters')
-    ]
-    table = Table(Column('preset', no_wrap=True), *sizes, box=None, pad_edge=False)
-    for name, model in sorted(configs.items(), key=lambda item: num_parameters(item[1])):
-        table.add_row(
-            name,
-            f'{model.num_layers}',
-            f'{model.hidden_size}',
-            f'{model.num_heads}',
-            _short(num_parameters(model)),
-        )
-    Console(highlight=False).print(Folded(table))
-
-
 app.command()(generate)
 app.command('eval')(evaluate)
 app.command()(compare)
 app.command()(profile)
 app.command()(report)
-config_app.command()(conflicts)
-config_app.command('combinations', hidden=True)(conflicts)  # the former name
-config_app.command('diff')(config_diff)
-config_app.command('from-megatron', context_settings=SETTINGS)(from_megatron)
-config_app.command()(keys)
 for group, name in (
     (config_app, 'config'),
     (data_app, 'data'),
@@ -259,24 +199,3 @@ def _read(arguments: list[str] | None) -> tuple[Config, str]:
     if is_override(source):
         return config_of_overrides([source, *overrides])
     return load(source, overrides), Path(source).name.removesuffix('.yaml')
-
-
-def _parameters(model: ModelConfig) -> str:
-    count, padded = num_parameters(model), num_parameters(model, padded=True)
-    line = f'parameters: {count:,} ({_short(count)})'
-    if model.experts:
-        active = num_parameters(model, active=True)
-        line += f', of which a token uses {active:,} ({_short(active)})'
-    trained = num_parameters(model, trained=True)
-    if trained < count:
-        line += f', of which {trained:,} ({_short(trained)}) are trained'
-    if padded == count:
-        return line
-    return (
-        f'{line}; with the vocabulary padded to {model.padded_vocab_size}: '
-        f'{padded:,} ({_short(padded)})'
-    )
-
-
-def _short(count: int) -> str:
-    return f'{count / 1e9:.2f}B' if count >= 1e9 else f'{count / 1e6:.1f}M'

@@ -1,4 +1,4 @@
-"""Handle misnamed options, such as config keys and former names, and options' wrong values."""
+"""Command groups with a default command, former names of options, and errors of wrong options."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -13,6 +13,16 @@ from megajax.core.config.synonyms import key_of_option, without_a_key
 
 OVERRIDE = 'KEY=VALUE'
 _CONFIG = 'config', 'cfg', 'config_file', 'config_path', 'preset'
+
+
+class DefaultGroup(TyperGroup):
+    """A group that turns `megajax GROUP CONFIG` into `megajax GROUP DEFAULT CONFIG` for click."""
+
+    default: ClassVar[str]
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        is_verb = args and (args[0] in self.commands or args[0] in ctx.help_option_names)
+        return super().parse_args(ctx, args if is_verb or not args else [self.default, *args])
 
 
 def with_old_names(new_of: Mapping[str, str]) -> type[TyperCommand]:

@@ -8,8 +8,7 @@ from rich.console import Console
 
 from megajax.base.files.outputs import check_outputs, with_folder
 from megajax.base.render.folded import Folded
-from megajax.commands.default_command import DefaultGroup
-from megajax.commands.options import with_old_names
+from megajax.commands.options import DefaultGroup, with_old_names
 from megajax.commands.plan_options import (
     BatchSize,
     CompareOption,

@@ -11,7 +11,8 @@ import pytest
 from support import ROOT, megajax
 from typer.testing import CliRunner
 
-from megajax.commands.main import _short, app
+from megajax.commands.config import _short
+from megajax.commands.main import app
 
 
 def started(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
