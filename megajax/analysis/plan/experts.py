@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 
-from megajax.base.files.bounded_json import parse_json
+from megajax.base.files.json_file import parse_json
 from megajax.core.config import Config
 from megajax.core.config.load import CONFIG
 from megajax.core.counts.collective import EXCHANGE, Expected

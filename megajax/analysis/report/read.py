@@ -12,8 +12,8 @@ import numpy as np
 
 from megajax.analysis.report.downsample import Floats
 from megajax.base.errors import reason
-from megajax.base.files.bounded_json import parse_json
 from megajax.base.files.exists import is_file
+from megajax.base.files.json_file import parse_json
 from megajax.core.config import Config, ConfigError, RunError, load
 from megajax.core.config.load import CONFIG, run_like, runs_in
 from megajax.runtime.checkpoint.digests import find_steps, problems, read_sums

@@ -1,4 +1,4 @@
-"""Read JSON files with limits on size and depth. Imports no jax."""
+"""Read JSON from untrusted files, with limits on size and depth. Imports no jax."""
 
 import json
 from pathlib import Path
@@ -9,6 +9,17 @@ from megajax.base.render.text import shorten
 
 MAX_BYTES = 100_000_000  # the index file of 100,000 tensors has 10,000,000 bytes
 MAX_DEPTH = 50  # nested objects and lists
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text.
+
+    Raises ValueError if it is not JSON, or nested deeper than Python supports.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError('too many nested objects and lists') from None
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from megajax.base.files.bounded_json import parse_json
+from megajax.base.files.json_file import parse_json
 from megajax.base.render.text import typed
 from megajax.core.config import CheckpointError, Config, ConfigError, reload
 from megajax.core.config.differences import differences

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import jax
 
-from megajax.base.files.bounded_json import parse_json
+from megajax.base.files.json_file import parse_json
 from megajax.base.render.text import INDENT
 
 Activity = Literal[

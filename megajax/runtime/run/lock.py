@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import jax
 
-from megajax.base.files.bounded_json import parse_json
+from megajax.base.files.json_file import parse_json
 from megajax.base.files.locks import TAKEN, lock
 from megajax.core.config import ConfigError
 from megajax.runtime.run.shared_folder import check_shared

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from megajax.base.files.bounded_json import parse_json
+from megajax.base.files.json_file import parse_json
 from megajax.base.source import source_digest
 from megajax.core.hardware.cpu_flags import LIMIT
 from megajax.core.hardware.records import hardware

@@ -12,7 +12,7 @@ from tempfile import NamedTemporaryFile
 import numpy as np
 
 from megajax.base.errors import ConfigError, mistake
-from megajax.base.files.bounded_json import parse_json
+from megajax.base.files.json_file import parse_json
 from megajax.runtime.data.tokens.indexed import Sequences, TokenIds, paths
 
 CHUNK = 1 << 24  # number of tokens read at a time

@@ -15,7 +15,7 @@ from typing import Any, Protocol, Self
 import jax
 
 from megajax.base.errors import reason
-from megajax.base.files.bounded_json import parse_json
+from megajax.base.files.json_file import parse_json
 from megajax.core.config import Config, ConfigError, RunError
 from megajax.core.config.extras import install
 from megajax.runtime.run.log.append import AppendedFile

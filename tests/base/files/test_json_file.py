@@ -2,7 +2,7 @@
 
 import pytest
 
-from megajax.base.files.bounded_json import parse_json
+from megajax.base.files.json_file import parse_json
 
 
 def test_a_value_comes_back() -> None:
