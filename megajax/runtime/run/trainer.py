@@ -11,13 +11,12 @@ from megajax.core.train.step import Metrics, TrainState, before_skipped
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
 from megajax.runtime.data import Data
 from megajax.runtime.processes.consensus import all_are_here
-from megajax.runtime.run.between_steps import BetweenSteps
 from megajax.runtime.run.clock import Activity, RunSummary
 from megajax.runtime.run.compile_step import compile_step
 from megajax.runtime.run.evaluation import Evaluation
 from megajax.runtime.run.log.metrics import MetricsWriter
 from megajax.runtime.run.log.report import Report, StepReport
-from megajax.runtime.run.meter import Meter
+from megajax.runtime.run.meter import BetweenSteps, Meter
 from megajax.runtime.run.placed_batches import PlacedBatches
 from megajax.runtime.run.profile import Profiler
 from megajax.runtime.run.replay import Replay

@@ -1,4 +1,6 @@
-"""Rates and memory of a step, from its seconds, its FLOPs and the device."""
+"""Rates and memory of a step, and the seconds between the steps."""
+
+import time
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +8,9 @@ import pytest
 from support import make_config
 
 from megajax.core.counts.flops import step_flops
-from megajax.runtime.run.meter import Meter, slowest
+from megajax.runtime.run import meter
+from megajax.runtime.run.clock import Clock
+from megajax.runtime.run.meter import BetweenSteps, Meter, slowest
 
 
 def doubled(**options: int) -> jax.stages.Compiled:
@@ -53,3 +57,48 @@ def test_on_a_gpu_utilisation_is_of_the_peak_of_the_dtype_and_memory_that_of_the
 
 def test_one_process_is_not_the_slowest() -> None:
     assert slowest(1.0) == {}
+
+
+def test_the_answers_of_the_others_come_with_the_step_in_flight_which_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = []
+
+    def slowest(seconds: float) -> dict[str, float]:
+        own.append(seconds)
+        time.sleep(0.1)
+        return {}
+
+    monkeypatch.setattr(meter, 'slowest', slowest)
+    clock = Clock()
+    clock.begin('other')
+    between = BetweenSteps(clock)
+    between.begin()
+    for _ in range(2):
+        between.checkpoint_ms()
+        between.find_slowest()
+    assert clock.seconds('productive') >= 0.2
+    assert clock.seconds('other') < 0.1
+    assert max(own) < 0.1
+
+
+def test_the_seconds_are_those_of_a_step_also_where_a_resume_leaves_fewer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = []
+
+    def slowest(seconds: float) -> dict[str, float]:
+        own.append(seconds)
+        return {}
+
+    monkeypatch.setattr(meter, 'slowest', slowest)
+    clock = Clock()
+    clock.begin('other')
+    between = BetweenSteps(clock)
+    between.begin()
+    for steps in (4, 1):
+        for _ in range(steps):
+            time.sleep(0.1)
+            between.checkpoint_ms()
+        between.find_slowest()
+    assert own == pytest.approx([0.1, 0.1], abs=0.05)

@@ -4,17 +4,36 @@ import logging
 import os
 import socket
 import struct
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megajax.core.config import StopRequested
 from megajax.runtime.run.log.append import AppendedFile
-from megajax.runtime.run.log.without_torch import without_torch
 
-with without_torch():
+
+@contextmanager
+def _without_torch() -> Iterator[None]:
+    """Let `import torch` raise ImportError in the block, unless torch is imported already.
+
+    The import takes seconds, and a broken torch may raise any error.
+    """
+    if 'torch' in sys.modules:
+        yield
+        return
+    modules = cast('dict[str, Any]', sys.modules)
+    modules['torch'] = None  # the import system's own mark of a module that must not be imported
+    try:
+        yield
+    finally:
+        del modules['torch']
+
+
+with _without_torch():
     from tensorboardX.proto.event_pb2 import Event, SessionLog
     from tensorboardX.proto.summary_pb2 import Summary
     from tensorboardX.record_writer import masked_crc32c
