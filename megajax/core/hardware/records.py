@@ -9,7 +9,7 @@ import re
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -21,6 +21,16 @@ from megajax.core.hardware.dies import FP8_SHARE, Efficiency, Fit, Reference, wi
 Capability = tuple[int, int]  # CUDA's compute capability, such as (9, 0)
 Dtype = Literal['float32', 'bfloat16', 'float16', 'fp8']
 LinkName = Literal['nvlink', 'pcie']
+# What a record takes from the GPU that it is `like`, unless it has figures of its own.
+SHARED = {
+    'peak_flops',
+    'devices_per_host',
+    'devices_per_domain',
+    'inside_host',
+    'across_hosts',
+    'pcie',
+    'host_bandwidth',
+}
 
 
 class Link(Section):
@@ -278,4 +288,21 @@ def _folder() -> Traversable:
 
 def _read(file: Path | Traversable) -> Hardware:
     hint = f'; known by name: {", ".join(hardware_names())}'
-    return read_record(file, Hardware, hint=hint, complete=with_die)
+    return read_record(file, Hardware, hint=hint, complete=_completed)
+
+
+def _completed(record: Any) -> Any:
+    """Return a record with what it takes from another GPU (`like: h100`) and from its die.
+
+    A figure of the other GPU comes with its source, so a record that gives a figure gives a source.
+    """
+    if isinstance(record, dict) and 'like' in record:
+        name, own = record['like'], {key: record[key] for key in record if key != 'like'}
+        if name not in hardware_names():
+            raise ConfigError(f'like: {name}: choose among {", ".join(hardware_names())}')
+        other, sources = _known(name), own.get('sources', {})
+        shared = other.model_dump(include=SHARED - own.keys(), exclude_none=True)
+        if isinstance(sources, dict):
+            sources = {key: x for key, x in other.sources.items() if key in shared} | sources
+        record = shared | own | {'sources': sources}
+    return with_die(record)

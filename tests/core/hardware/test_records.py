@@ -78,9 +78,25 @@ def test_a_file_of_ones_own_is_read(tmp_path):
     assert hardware(file) == hardware(str(file)) == own
 
 
+def test_a_gpu_like_another_takes_what_it_does_not_give_and_each_source_with_its_figure(tmp_path):
+    file, h200 = tmp_path / 'mine.yaml', hardware('h200')
+    file.write_text(
+        'like: h200\nname: mine\nmemory: 1\nmemory_bandwidth: 1.0\npower: 700\ndie: hopper\n'
+        'pcie: {bandwidth: 1.0, latency: 0.0}\nsources: {inside_host: measured}'
+    )
+    own = hardware(file)
+    assert (own.peak_flops, own.inside_host) == (h200.peak_flops, h200.inside_host)
+    assert own.pcie != h200.pcie
+    assert own.sources['inside_host'] == 'measured'
+    assert own.sources['across_hosts'] == hardware('h100').sources['across_hosts']
+    assert not {'pcie', 'memory', 'compiler'} & own.sources.keys()
+    assert (own.fit, own.compiler, own.device_kinds) == (h200.fit, None, ())
+
+
 @pytest.mark.parametrize(
     ('text', 'message'),
     [
+        ('like: h10', 'mine.yaml: like: h10: choose among a100, '),
         ('name: x\nmemry: 3', 'mine.yaml: memry: Extra inputs are not permitted'),
         ('name: x\nname: y', 'mine.yaml: not valid YAML'),
         ('a string', 'mine.yaml: the file: Input should be'),
