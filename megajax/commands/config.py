@@ -101,9 +101,7 @@ config_app.command()(keys)
 def _sections(source: str) -> dict[str, dict[str, Any]]:
     config = Path(source) / CONFIG
     is_run = config.is_file()
-    sections = load(config if is_run else source, is_recorded=is_run).model_dump(mode='json')
-    # A config without a section, such as vision, has no keys of that section.
-    return {name: section for name, section in sections.items() if section is not None}
+    return load(config if is_run else source, is_recorded=is_run).model_dump(mode='json')
 
 
 def _parameters(model: ModelConfig) -> str:

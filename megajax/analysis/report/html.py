@@ -1,14 +1,10 @@
 """Make HTML from Python values; values that are not `Html` are escaped, and never markup."""
 
 import html
-import unicodedata
 from collections.abc import Iterable, Sequence
 
-# Characters that reorder the text around them, so that the text can read as something else.
-_BIDIRECTIONAL = frozenset(
-    '\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069'
-)
-_UNPAIRED = ('Cc', 'Cs')  # control characters, and surrogates, which UTF-8 cannot encode
+from megajax.base.render.text import visible
+
 _VOID = ('meta', 'img', 'path', 'line', 'circle', 'br')
 
 
@@ -22,7 +18,7 @@ def text(value: object) -> Html:
     """Escape a value; invisible characters are written as in Python: \\u202e."""
     if isinstance(value, Html):
         return value
-    return Html(html.escape(''.join(map(_visible, str(value)))))
+    return Html(html.escape(visible(str(value))))
 
 
 def element(tag: str, /, *content: object, **attributes: object) -> Html:
@@ -74,12 +70,3 @@ def details(summary: object, *content: object, is_open: bool = False) -> Html:
     return element(
         'details', element('summary', summary), *content, open='open' if is_open else None
     )
-
-
-def _visible(character: str) -> str:
-    if character in '\n\t':
-        return character
-    if character in _BIDIRECTIONAL or unicodedata.category(character) in _UNPAIRED:
-        code = ord(character)
-        return f'\\x{code:02x}' if code < 0x100 else f'\\u{code:04x}'
-    return character

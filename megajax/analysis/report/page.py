@@ -12,6 +12,7 @@ from megajax.analysis.report.html import Html, details, element, join, table
 from megajax.analysis.report.run_facts import Facts
 from megajax.base.render.units import large
 from megajax.core.config import dump
+from megajax.core.config.differences import flat
 from megajax.core.counts.parameters import num_parameters
 
 GENERATOR = '<meta name="generator" content="megajax report"/>'
@@ -123,23 +124,13 @@ def _configs(runs: Sequence[Facts]) -> Html:
 
 def _differences(runs: Sequence[Facts]) -> list[list[object]]:
     """Return the keys whose values differ, except `run.dir`, with the value in each run."""
-    settings = [dict(_settings(facts)) for facts in runs]
+    settings = [flat(facts.run.config.model_dump(mode='json')) for facts in runs]
     keys = dict.fromkeys(key for each in settings for key in each if key != 'run.dir')
     return [
         [element('code', key), *(_value(each.get(key)) for each in settings)]
         for key in keys
         if any(each.get(key) != settings[0].get(key) for each in settings)
     ]
-
-
-def _settings(facts: Facts) -> dict[str, Any]:
-    sections = facts.run.config.model_dump(mode='json')
-    return {
-        f'{section}.{key}': value
-        for section, keys in sections.items()
-        if isinstance(keys, dict)
-        for key, value in keys.items()
-    }
 
 
 def _value(value: Any) -> str:
