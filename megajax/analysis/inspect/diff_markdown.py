@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from megajax.analysis.inspect.diff import LEAST, Change, ChangedRow, Difference
-from megajax.analysis.inspect.diff_report import NOT_MEASURED, number
+from megajax.analysis.inspect.diff import LEAST, ChangedRow, Difference
+from megajax.analysis.inspect.diff_report import NOT_MEASURED, cells
 from megajax.analysis.inspect.report import transfers_cell
 from megajax.base.render.units import count, si
 
@@ -47,7 +47,7 @@ def _blocks(found: Difference) -> Iterator[str]:
     rows = [_row(row) for row in found.rows]
     if rows:
         yield _collectives(rows)
-    totals = [_numbers(change) for change in found.totals if change.is_change]
+    totals = [cells(change) for change in found.totals if change.is_change]
     if totals:
         yield _table(('per step and device', 'base', 'head', 'change'), totals)
     findings = [
@@ -62,9 +62,9 @@ def _blocks(found: Difference) -> Iterator[str]:
 
 def _details(found: Difference) -> Iterator[str]:
     """Yield folded tables of kernels and of the arrays in memory."""
-    times = [_numbers(change) for change in found.parts if change.unit == 'ms']
-    uses = [_numbers(change) for change in found.memory if change.is_change]
-    arrays = [_numbers(change) for change in found.arrays]
+    times = [cells(change) for change in found.parts if change.unit == 'ms']
+    uses = [cells(change) for change in found.memory if change.is_change]
+    arrays = [cells(change) for change in found.arrays]
     columns = 'base', 'head', 'change'
     if times:
         title = f'kernels and hidden communication that differ by more than {LEAST:.1%}'
@@ -85,11 +85,6 @@ def _row(row: ChangedRow) -> tuple[str, ...]:
     ratio = (ratio if row.after else 'gone') + ', MORE than Megatron' * row.is_more
     arrays = transfers_cell(row.before), transfers_cell(row.after)
     return row.site, row.phase, row.axis or '-', *arrays, sizes, ratio
-
-
-def _numbers(change: Change) -> tuple[str, ...]:
-    before, after = (number(value, change.unit) for value in (change.before, change.after))
-    return change.name, before, after, change.text
 
 
 def _collectives(rows: list[tuple[str, ...]]) -> str:

@@ -31,19 +31,20 @@ def _sections(found: Difference) -> Iterator[tuple[str, Sequence[str], list[tupl
     if found.keys:
         yield 'config', ('key', 'before', 'after'), [*found.keys]
     columns = 'per step and device', 'before', 'after', 'change'
-    yield 'step', columns, [_row(change) for change in found.totals]
+    yield 'step', columns, [cells(change) for change in found.totals]
     if found.parts:
         title = f'parts that differ by more than {LEAST:.1%} of the step'
-        yield title, columns, [_row(change) for change in found.parts]
+        yield title, columns, [cells(change) for change in found.parts]
     columns = 'at its peak', 'before', 'after', 'change'
     if found.memory:
-        yield 'memory per device', columns, [_row(change) for change in found.memory]
+        yield 'memory per device', columns, [cells(change) for change in found.memory]
     if found.arrays:
         title = f'arrays that differ by more than {LEAST:.1%} of the memory'
-        yield title, columns, [_row(change) for change in found.arrays]
+        yield title, columns, [cells(change) for change in found.arrays]
 
 
-def _row(change: Change) -> tuple[str, ...]:
+def cells(change: Change) -> tuple[str, ...]:
+    """Return the name, both numbers and the relative change, as the cells of a row."""
     before, after = (number(value, change.unit) for value in (change.before, change.after))
     return change.name, before, after, change.text
 
