@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from megajax.base.files.outputs import write_file
 from megajax.core.config import Config, ConfigError, LoraConfig, dump
 from megajax.core.config.overrides import typed_override
 from megajax.core.parallel.mesh import mesh_for
@@ -14,7 +15,6 @@ from megajax.interop.folder import tokenizer_of
 from megajax.interop.pieces import Pieces, cut
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
 from megajax.runtime.checkpoint.compare import parameter_shapes, read_parameter
-from megajax.runtime.checkpoint.digests import write_file
 from megajax.runtime.checkpoint.hf_files import TEMPLATE, Companions
 from megajax.runtime.checkpoint.record import read_record
 from megajax.runtime.data.masked import SPECIAL

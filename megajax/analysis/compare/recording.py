@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from megajax.base.files.outputs import with_folder
+from megajax.base.files.outputs import with_folder, write_file
 from megajax.core.config import ConfigError
-from megajax.runtime.checkpoint.digests import write_file
 from megajax.runtime.checkpoint.old_names import current
 
 SUFFIX = '.npz'

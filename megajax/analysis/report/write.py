@@ -8,10 +8,9 @@ from megajax.analysis.report.page import GENERATOR, page
 from megajax.analysis.report.read import read_runs
 from megajax.analysis.report.run_facts import Facts
 from megajax.base.errors import reason
-from megajax.base.files.outputs import check_outputs, with_folder
+from megajax.base.files.outputs import check_outputs, with_folder, write_file
 from megajax.core.config import ConfigError
 from megajax.core.hardware.records import hardware
-from megajax.runtime.checkpoint.digests import write_file
 
 NAME = 'report.html'
 # The report that a run itself writes reads compiled steps only up to this many characters, because

@@ -32,11 +32,11 @@ def lock(descriptor: int, path: Path) -> None:
 
 
 @contextmanager
-def folder_lock(folder: Path, *, shared: bool) -> Iterator[bool]:
+def folder_lock(folder: Path, *, shared: bool, wait: bool = False) -> Iterator[bool]:
     """Hold the lock of a folder during the block: shared to read it, exclusive to delete it.
 
     Yields False if another process holds a lock that conflicts, or if a folder to read is gone.
-    File systems without locks give no protection.
+    With `wait`, waits until the lock is free. File systems without locks give no protection.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY)
@@ -47,7 +47,8 @@ def folder_lock(folder: Path, *, shared: bool) -> Iterator[bool]:
         yield True
         return
     try:
-        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        fcntl.flock(descriptor, kind if wait else kind | fcntl.LOCK_NB)
         is_free = True
     except OSError as error:
         is_free = error.errno not in TAKEN

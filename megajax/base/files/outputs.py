@@ -1,11 +1,13 @@
-"""Check the output files of a command before it computes anything, and flush them to disk."""
+"""Check the output files of a command before it computes anything, and write files atomically."""
 
 import errno
 import os
 import re
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from megajax.base.errors import ConfigError
 from megajax.base.files.exists import exists
@@ -50,6 +52,41 @@ def with_folder(path: Path) -> Path:
     """Create the folder of a file that is to be written, and return the path of the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file atomically: it gets its name only when it is on the disk.
+
+    Raises OSError if it cannot be written; a file of this name is then as it was before.
+    """
+    new = path.with_name(f'{path.name}.new')
+    try:
+        with new.open('wb') as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    except OSError:
+        with suppress(OSError):
+            new.unlink()
+        raise
+    sync(path.parent)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file of a cache, which several processes may write at once; create its folder.
+
+    It gets its name only when it is complete. It is not flushed to disk.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with NamedTemporaryFile(dir=path.parent, prefix='.new-', delete=False) as file:
+        new = Path(file.name)
+    try:
+        new.write_bytes(content)
+        new.replace(path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def sync(path: Path) -> None:

@@ -18,6 +18,7 @@ from flax import nnx
 from optax import GradientTransformation
 
 from megajax.base.errors import reason
+from megajax.base.files.outputs import write_file
 from megajax.core.config import CheckpointError, Config, ConfigError
 from megajax.core.parallel.layer_order import tree_on_host, tree_on_stages
 from megajax.core.parallel.layout import Layout
@@ -37,7 +38,7 @@ from megajax.runtime.checkpoint.compare import (
     log_schedule,
     renames,
 )
-from megajax.runtime.checkpoint.digests import unusable, write_file, write_sums
+from megajax.runtime.checkpoint.digests import unusable, write_sums
 from megajax.runtime.checkpoint.due import DueSave
 from megajax.runtime.checkpoint.hf_files import Companions
 from megajax.runtime.checkpoint.log_filters import leave_failed_saves_to_us
@@ -81,8 +82,7 @@ class Checkpoints:
         self._padded: dict[str, Shape] = {}  # unpadded shapes of the arrays that are being saved
         self._failed: str | None = None  # the reason why the newest state is not on disk
         self._verified: int | None = None
-        self._losses = ValidationLosses(self.folder)
-        self._folders = StepFolders(self.folder)
+        self._losses, self._folders = ValidationLosses(self.folder), StepFolders(self.folder)
         self._closed = False
         self._due = DueSave(config.checkpoint)
         leave_failed_saves_to_us()

@@ -10,12 +10,12 @@ import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from megajax.base.files.locks import folder_lock
-from megajax.base.files.outputs import sync
+from megajax.base.files.outputs import write_file
 from megajax.base.render.text import typed
 from megajax.core.config import CheckpointError, ConfigError
 from megajax.core.config.load import CONFIG, run_like, runs_in
@@ -225,25 +225,6 @@ def unusable(path: Path) -> CheckpointError:
 def is_step_name(name: str) -> bool:
     """Whether Orbax would take this name for the name of a step."""
     return name.isascii() and name.isdecimal() and str(int(name)) == name
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file atomically: it gets its name only when it is on the disk.
-
-    Raises OSError if it cannot be written; a file of this name is then as it was before.
-    """
-    new = path.with_name(f'{path.name}.new')
-    try:
-        with new.open('wb') as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
-    except OSError:
-        with suppress(OSError):
-            new.unlink()
-        raise
-    sync(path.parent)
 
 
 def _files(folder: Path) -> set[str]:

@@ -12,9 +12,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from megajax.base.files.outputs import write_file
 from megajax.base.render.text import shorten
 from megajax.core.config import ConfigError
-from megajax.runtime.checkpoint.digests import write_file
 from megajax.runtime.data.image_text.chat import DEFAULT, Template
 
 FOLDER = 'huggingface'

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import jax
 
+from megajax.base.files.outputs import write_file
 from megajax.core.config import CheckpointError
-from megajax.runtime.checkpoint.digests import is_finished, write_file
+from megajax.runtime.checkpoint.digests import is_finished
 from megajax.runtime.checkpoint.record import VALIDATION, read_record
 
 logger = logging.getLogger(__name__)

@@ -64,7 +64,7 @@ def local_text(config: Config) -> Iterator[LocalText]:
     data = config.data.model_copy(update={'corpus': str(corpus)})
     local = config.model_copy(update={'data': data})
     versions = {f'{VERSION_OF}{file.url}': file.fingerprint for file in files.values()}
-    with replacing(str(here), root), locked(here, wait=True, shared=True):
+    with replacing(str(here), root), locked(here, shared=True):
         kept = None if config.data.chat_template is not None else KeptTokens(local, here)
         if kept is None or kept.found is None:
             with naming_key(config):
@@ -115,7 +115,7 @@ def _download(config: Config, here: Path, files: Mapping[str, RemoteFile]) -> No
         raise mistake(url, f'has {size / GB:.1f} GB, and {limit} is less; {fix}')
     copies = here / COPYING
     copies.mkdir(exist_ok=True)
-    with locked(copies, wait=True), ThreadPoolExecutor(DOWNLOADS) as threads:
+    with locked(copies), ThreadPoolExecutor(DOWNLOADS) as threads:
         missing = [name for name, file in files.items() if not file.is_at(here / name)]
         if missing:
             logger.info('data       copying %s (%.1f MB) to %s', url, size / 1e6, here)

@@ -113,7 +113,7 @@ class KeptTokens:
         """
         if self.found is None:
             self._here.mkdir(exist_ok=True)
-            with locked(self._here, wait=True):
+            with locked(self._here):
                 self.found = self._read()
                 if self.found is None:
                     self.found = tokenize(self._config, self._tokenizer)

@@ -6,9 +6,9 @@ from tempfile import TemporaryDirectory
 import jax
 
 from megajax.base.errors import reason
+from megajax.base.files.outputs import write_file
 from megajax.core.config import Config, ConfigError, dump
 from megajax.core.config.load import CONFIG
-from megajax.runtime.checkpoint.digests import write_file
 from megajax.runtime.checkpoint.hf_files import Companions
 from megajax.runtime.checkpoint.record import TOKENIZER
 from megajax.runtime.data import Tokenizer

@@ -11,11 +11,11 @@ import jax
 from jax.stages import Compiled
 
 from megajax.base.errors import reason
+from megajax.base.files.outputs import write_file
 from megajax.core.config import Config, reload
 from megajax.core.parallel.mesh import devices_per_host
 from megajax.core.train.compiled_step import CompiledStep, record_step
 from megajax.core.train.step import TrainState
-from megajax.runtime.checkpoint.digests import write_file
 from megajax.xla.miscompiles import target_of
 
 PROGRAM, RECORD = 'step.hlo.gz', 'step.json'

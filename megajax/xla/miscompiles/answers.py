@@ -6,13 +6,13 @@ import importlib.util
 import json
 import os
 import platform
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from megajax.base.files.json_file import parse_json
+from megajax.base.files.outputs import replace_file
 from megajax.base.source import source_digest
 from megajax.core.hardware.cpu_flags import LIMIT
 from megajax.core.hardware.records import hardware
@@ -69,12 +69,9 @@ def read(wanted: Identity) -> dict[str, Any] | None:
 
 def write(wanted: Identity, answer: dict[str, Any]) -> None:
     """Store an answer. If the directory is not writable, the next process probes again."""
-    file = _file(wanted)
+    text = json.dumps({'identity': wanted, 'answer': answer}, indent=1)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile('w', dir=file.parent, prefix='.', delete=False) as new:
-            json.dump({'identity': wanted, 'answer': answer}, new, indent=1)
-        os.replace(new.name, file)
+        replace_file(_file(wanted), text.encode())
     except OSError:
         return
 

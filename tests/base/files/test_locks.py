@@ -90,6 +90,8 @@ def test_a_folder_is_read_by_many_or_deleted_by_one(tmp_path: Path) -> None:
             assert not is_there
     with folder_lock(tmp_path / 'gone', shared=True) as is_there:
         assert not is_there
+    with folder_lock(tmp_path, shared=False, wait=True) as is_free:
+        assert is_free
     (tmp_path / 'file').touch()
     with folder_lock(tmp_path / 'file/below', shared=True) as is_free:
         assert is_free  # what reads it says why it cannot

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megajax.base.files.outputs import check_outputs, sync, url_of, with_folder
+from megajax.base.files.outputs import check_outputs, replace_file, sync, url_of, with_folder
 from megajax.core.config import ConfigError
 
 
@@ -45,3 +45,14 @@ def test_a_folder_of_a_file_system_that_cannot_flush_it_is_no_error() -> None:
     sync(Path('/proc'))
     with pytest.raises(OSError, match='Invalid argument'):
         sync(Path('/dev/null'))
+
+
+def test_a_file_of_a_cache_is_replaced_as_a_whole_or_stays_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / 'cache/file'
+    for content in (b'one', b'other'):
+        replace_file(path, content)
+        assert path.read_bytes() == content
+    (tmp_path / 'cache/folder/in_it').mkdir(parents=True)
+    with pytest.raises(OSError, match='directory'):
+        replace_file(tmp_path / 'cache/folder', b'other')
+    assert sorted(each.name for each in path.parent.iterdir()) == ['file', 'folder']

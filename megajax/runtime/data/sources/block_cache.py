@@ -5,7 +5,6 @@ it is complete, so processes need no lock, and a kill at any point leaves the ca
 that the disk has damaged counts as missing.
 """
 
-import fcntl
 import logging
 import os
 from collections.abc import Iterator
@@ -15,6 +14,8 @@ from tempfile import NamedTemporaryFile
 from zlib import crc32
 
 from megajax.base.errors import mistake
+from megajax.base.files.locks import folder_lock
+from megajax.base.files.outputs import replace_file
 
 BLOCK = 1 << 18  # bytes
 IN_FOLDER = 1 << 10  # number of blocks in a folder
@@ -67,8 +68,7 @@ class BlockCache:
         """Add a block; if the disk is full, log a warning and continue without it."""
         path = self._path(key, number)
         try:
-            with _new_file(path) as new:
-                new.write_bytes(block + _crc(block))
+            replace_file(path, block + _crc(block))
         except OSError as error:
             logger.warning('run.data_cache: %s cannot be written: %s', path, error.strerror)
         self.added(len(block))
@@ -90,10 +90,14 @@ class BlockCache:
         Files in folders that are locked are in use, and are kept.
         """
         with ExitStack() as locks:
-            if not locks.enter_context(locked(self.folder)):  # another process trims it
+
+            def is_free(folder: Path) -> bool:
+                return locks.enter_context(folder_lock(folder, shared=False))
+
+            if not is_free(self.folder):  # another process trims it
                 return
             folders = [path for path in self.folder.iterdir() if path.is_dir()]
-            free = {str(path) for path in folders if locks.enter_context(locked(path))}
+            free = {str(path) for path in folders if is_free(path)}
             files = {str(folder): list(_files(folder)) for folder in folders}
             total = sum(size for found in files.values() for _, size, _ in found)
             if total <= self._limit:
@@ -110,41 +114,18 @@ class BlockCache:
 
 
 @contextmanager
-def locked(folder: Path, *, wait: bool = False, shared: bool = False) -> Iterator[bool]:
-    """Hold the lock of a folder during the block; yield False if another process has it.
+def locked(folder: Path, *, shared: bool = False) -> Iterator[None]:
+    """Hold the lock of a folder during the block; wait until no other process has it.
 
-    With `wait`, wait until it is free. File systems without locks give no protection, but the
-    cache is correct without it.
+    File systems without locks give no protection, but the cache is correct without it.
     """
-    descriptor = os.open(folder, os.O_RDONLY)
-    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-    try:
-        is_free = True
-        try:
-            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-        except OSError as error:
-            is_free = not isinstance(error, BlockingIOError)
-            if wait and not is_free:
-                logger.info('data       waiting for another process that prepares %s', folder)
-                fcntl.flock(descriptor, kind)
-                is_free = True
-        yield is_free
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _new_file(path: Path) -> Iterator[Path]:
-    """Yield a new file for the block to write, which is then renamed to `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with NamedTemporaryFile(dir=path.parent, prefix='new-', delete=False) as file:
-        new = Path(file.name)
-    try:
-        yield new
-        os.replace(new, path)
-    except BaseException:
-        new.unlink(missing_ok=True)
-        raise
+    with folder_lock(folder, shared=shared) as is_free:
+        if is_free:
+            yield
+            return
+    logger.info('data       waiting for another process that prepares %s', folder)
+    with folder_lock(folder, shared=shared, wait=True):
+        yield
 
 
 def _crc(block: bytes) -> bytes:

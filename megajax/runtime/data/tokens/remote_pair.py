@@ -49,7 +49,7 @@ def read_remote_pair(prefix: str, cache: BlockCache, vocab_size: int) -> RemoteP
     here = cache.folder / sha256(' '.join(file.key for file in files).encode()).hexdigest()[:32]
     with replacing(f'{here}/{name}', prefix):
         here.mkdir(exist_ok=True)
-        with locked(here, wait=True):  # only one process of a host downloads
+        with locked(here):  # only one process of a host downloads
             for file in files[1:]:
                 file.download(here / file.url.rpartition('/')[2])
             dtype, (lengths, pointers, documents) = read_index(here / f'{name}.idx', bin_file.size)

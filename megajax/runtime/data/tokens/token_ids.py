@@ -7,12 +7,12 @@ import json
 import os
 from hashlib import sha256
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 
 import numpy as np
 
 from megajax.base.errors import ConfigError, mistake
 from megajax.base.files.json_file import parse_json
+from megajax.base.files.outputs import replace_file
 from megajax.runtime.data.tokens.indexed import Sequences, TokenIds, paths
 
 CHUNK = 1 << 24  # number of tokens read at a time
@@ -91,9 +91,6 @@ def _fingerprint(path: Path) -> str:
 
 def _remember(note: Path, low_high: tuple[int, int]) -> None:
     try:
-        note.parent.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile('w', dir=note.parent, delete=False) as file:
-            json.dump(low_high, file)
-        Path(file.name).replace(note)
+        replace_file(note, json.dumps(low_high).encode())
     except OSError:
         return  # if the home directory is not writable, the file is read again next time
