@@ -33,7 +33,7 @@ def main() -> None:
             fastest, slower = ranked(row)
             shares.append(slower)
             run = f'{table} {row.name} | {row.num_gpus} | {mesh_of(row.config)}'
-            print(f'| {run} | {fastest} | {slower:.1%} | {"yes" if row.held_out else ""} |')
+            print(f'| {run} | {fastest} | {slower:.2%} | {"yes" if row.held_out else ""} |')
     count = sum(one <= NEAR for one in shares)
     print(f'\n{count} of {len(shares)} rank first or within {NEAR:.0%} of the first.\n')
     print('| run of SimuMax | measured | chosen | share of the best rate |')
