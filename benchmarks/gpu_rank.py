@@ -70,6 +70,7 @@ def rank(job: str) -> dict[str, Any]:
         jax.config.update('jax_num_cpu_devices', config.mesh.num_devices)
     else:  # as many hosts, each of eight processes with one GPU
         jax.config.update('jax_mock_gpu_topology', f'{hosts}x8x1')
+    from megajax.core.hardware.records import hardware
     from megajax.core.parallel.mesh import axis_sizes, mesh_of
 
     # `make_mesh` would ask the other processes for their hosts, and there are none.
@@ -87,8 +88,10 @@ def rank(job: str) -> dict[str, Any]:
     with Sensors() as sensors:
         times = timed(run, steps=3 if SMALL else 10)
     stats = compiled.memory_analysis()
+    gpu = compared_with(devices[0].device_kind)
     return {
         'device': devices[0].device_kind,
+        'compared_with': gpu,
         'devices': len(devices),
         'jax': jax.__version__,
         'compile_s': round(seconds, 1),
@@ -96,16 +99,24 @@ def rank(job: str) -> dict[str, Any]:
         **sensors.result(),
         'peak_bytes': (jax.local_devices()[0].memory_stats() or {}).get('peak_bytes_in_use'),
         'compiled_peak_bytes': getattr(stats, 'peak_memory_in_bytes', None),
-        **planned(config),
-        **traced(config, compiled, run),
+        **planned(config, gpu),
+        **traced(config, compiled, run, hardware(gpu)),
     }
 
 
-def planned(config: Any) -> dict[str, Any]:
-    """What `megajax plan` says of the step on H100s, without communication."""
+def compared_with(device_kind: str) -> str:
+    """The GPU whose record is used: an H100 if this one has none, or none of its network."""
+    from megajax.core.hardware.records import hardware_of
+
+    known = hardware_of(device_kind)
+    return device_kind if known and known.inside_host and known.across_hosts else 'h100'
+
+
+def planned(config: Any, gpu: str) -> dict[str, Any]:
+    """What `megajax plan` says of the step on such GPUs, without communication."""
     import megajax
 
-    plan = megajax.plan(config, gpu='h100', gpus=config.mesh.num_devices)
+    plan = megajax.plan(config, gpu=gpu, gpus=config.mesh.num_devices)
     return {
         'planned_compute_ms': 1e3 * (plan.matmul + plan.memory_bound + plan.launches),
         'planned_bytes': plan.layout.bytes,
@@ -113,14 +124,13 @@ def planned(config: Any) -> dict[str, Any]:
     }
 
 
-def traced(config: Any, compiled: Any, run: Any) -> dict[str, Any]:
+def traced(config: Any, compiled: Any, run: Any, record: Any) -> dict[str, Any]:
     """Kernels that a step launches, by a trace of two, and those of the program that never ran."""
     from megajax.analysis.profile.measure import measure
     from megajax.analysis.profile.predict import predictions
     from megajax.analysis.profile.trace import read_trace
     from megajax.analysis.profile.work import ProgramWork
     from megajax.core.config.overlap_rules import resolved
-    from megajax.core.hardware.records import hardware
     from megajax.xla.hlo.kernels import kernels
     from megajax.xla.hlo.program import Program
     from megajax.xla.hlo.text import program_text
@@ -137,7 +147,6 @@ def traced(config: Any, compiled: Any, run: Any) -> dict[str, Any]:
     text = program_text(compiled)
     program = Program(text)
     module = text.split(None, 2)[1].rstrip(',')
-    record = hardware('h100')
     config = resolved(config, on_gpu=trace.gpu is not None)
     per_host = min(8, program.num_devices)
     work = ProgramWork(program, config, config.mesh.sizes, record, per_host)

@@ -14,6 +14,7 @@ from support import ROOT, load_script
 
 from megajax.analysis.profile import profile
 from megajax.core.config.rules import incompatibilities
+from megajax.core.hardware.records import hardware, hardware_names
 
 script, step = load_script('gpu'), load_script('gpu_step')
 rank = load_script('gpu_rank')
@@ -102,6 +103,18 @@ def test_a_rank_of_a_large_job_is_a_config_that_runs(
     config, hosts = rank.config_of(job)
     assert config.mesh.num_devices == 8 * hosts
     assert not incompatibilities(config)
+
+
+def test_a_rank_is_compared_with_the_gpu_that_it_ran_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    for record in map(hardware, hardware_names()):
+        for kind in record.device_kinds:
+            has_links = record.inside_host and record.across_hosts
+            assert hardware(rank.compared_with(kind)) == (record if has_links else hardware('h100'))
+    assert rank.compared_with('cpu') == 'h100'
+    monkeypatch.setattr(rank, 'SMALL', False)
+    config, _ = rank.config_of('8b-tp8')
+    planned = [rank.planned(config, gpu)['planned_compute_ms'] for gpu in ('NVIDIA H200', 'h100')]
+    assert planned[0] < planned[1]
 
 
 def test_a_file_that_is_too_large_is_not_kept(tmp_path: Path) -> None:
