@@ -17,6 +17,7 @@ TINY = (
     *('data.tokenizer=bytes', 'train.batch_size=4', 'optim.warmup_steps=2'),
 )
 ONE_GPU = 'mesh.data=1', 'mesh.model=1', 'train.log_every=1'
+STEPS = 6  # of a run that is repeated
 SAID = 400  # characters of a command's last words that are kept
 
 
@@ -39,28 +40,39 @@ def newcomer() -> dict[str, Any]:
 
 def repeated() -> dict[str, Any]:
     """Whether two deterministic runs and a resume log the same losses, with each step replayed."""
-    how = 'train.deterministic=true', 'train.replay_every=1', 'train.steps=6', 'checkpoint.every=3'
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for kind, more in FORMS.items():
-            losses = []
-            for run in ('first', 'second'):
-                options = (*how, *ONE_GPU, *TINY, *more, f'run.dir={kind}/{run}')
-                done = command(folder, 'train', 'tiny', *options)
-                losses.append(losses_of(folder / kind / run) or done['said'])
-            newest = folder / kind / 'second/checkpoints/6'
+            first = trained(folder, f'{kind}/first', *more)
+            second = trained(folder, f'{kind}/second', *more)
+            newest = folder / kind / f'second/checkpoints/{STEPS}'
             if newest.is_dir():  # as if the run had ended before it was saved
                 shutil.rmtree(newest)
-            command(folder, 'train', 'tiny', *options)
-            losses.append(losses_of(folder / kind / 'second') or ['no loss'])
-            first, second, resumed = losses
+            resumed = trained(folder, f'{kind}/second', *more, 'run.resume=must')
             found[kind] = {
-                'two runs are equal': first == second,
-                'a resume is equal': first == resumed,
+                'two runs are equal': same(first, second),
+                'a resume is equal': same(first, resumed),
                 'losses': first,
             }
     return found
+
+
+def trained(folder: Path, run: str, *options: str) -> list[Any] | str:
+    """Train a deterministic run: the loss of each step, or how it failed."""
+    how = 'train.deterministic=true', 'train.replay_every=1', f'train.steps={STEPS}'
+    how = *how, f'checkpoint.every={STEPS // 2}', f'run.dir={run}'
+    done = command(folder, 'train', 'tiny', *how, *ONE_GPU, *TINY, *options)
+    losses = losses_of(folder / run)
+    if done['code'] or len(losses) != STEPS:
+        return f'exit code {done["code"]}, {len(losses)} losses: {done["said"]}'
+    return losses
+
+
+def same(first: list[Any] | str, other: list[Any] | str) -> bool | str:
+    """Whether two runs have the same losses, or how one of them failed."""
+    failed = [each for each in (first, other) if isinstance(each, str)]
+    return failed[0] if failed else first == other
 
 
 FORMS: dict[str, tuple[str, ...]] = {

@@ -17,7 +17,7 @@ from megajax.core.config.rules import incompatibilities
 from megajax.core.hardware.records import hardware, hardware_names
 
 script, step = load_script('gpu'), load_script('gpu_step')
-rank = load_script('gpu_rank')
+rank, commands = load_script('gpu_rank'), load_script('gpu_commands')
 NAMES = [one.name for one in script.MEASUREMENTS]
 
 
@@ -115,6 +115,33 @@ def test_a_rank_is_compared_with_the_gpu_that_it_ran_on(monkeypatch: pytest.Monk
     config, _ = rank.config_of('8b-tp8')
     planned = [rank.planned(config, gpu)['planned_compute_ms'] for gpu in ('NVIDIA H200', 'h100')]
     assert planned[0] < planned[1]
+
+
+@pytest.mark.parametrize('failing', [None, 0, 1, 2])
+def test_runs_are_equal_only_if_all_of_them_trained(
+    failing: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = list[list[str]]()
+
+    def command(folder: Path, *arguments: str) -> dict[str, Any]:
+        """Write losses as a run does; a run that fails leaves those of an earlier run."""
+        keys = dict(word.split('=', 1) for word in arguments if '=' in word)
+        calls.append([*keys])
+        if failing == (len(calls) - 1) % 3:
+            return {'code': 1, 'said': 'no checkpoint is valid'}
+        assert ('run.resume' in keys) == (len(calls) % 3 == 0)
+        run = folder / keys['run.dir']
+        (run / 'checkpoints' / keys['train.steps']).mkdir(parents=True)
+        lines = [{'step': step, 'loss': 6.0} for step in range(1, int(keys['train.steps']) + 1)]
+        (run / 'metrics.jsonl').write_text('\n'.join(map(json.dumps, lines)))
+        return {'code': 0, 'said': ''}
+
+    monkeypatch.setattr(commands, 'command', command)
+    for line in commands.repeated().values():
+        assert (line['two runs are equal'] is True) == (failing not in (0, 1))
+        assert (line['a resume is equal'] is True) == (failing not in (0, 2))
+        if failing is not None:
+            assert 'exit code 1' in json.dumps(line)
 
 
 def test_a_file_that_is_too_large_is_not_kept(tmp_path: Path) -> None:
