@@ -8,18 +8,19 @@ the run, about an hour on one core, can be interrupted.
 """
 
 import argparse
-import csv
 import itertools
 import os
 import random
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['TF_CPP_MIN_LOG_LEVEL'] = '3'
 
 import jax
+from compiled_rows import extend, read
 
 import megajax
 from megajax.analysis.inspect.audit import audit
@@ -78,24 +79,17 @@ def share_kernels(file: Path) -> None:
 
 def compile_all(out: Path, wanted: list[str]) -> None:
     """Add a line to the table for each step that it lacks."""
-    done = {tuple(row[key] for key in KEYS) for row in read(out)} if out.exists() else set()
-    with out.open('a', newline='') as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        if not done:
-            writer.writeheader()
-        for preset, mesh in itertools.product(wanted, MESHES):
-            for setting in SETTINGS:
-                line = dict(zip(KEYS, map(str, (preset, *mesh, *setting)), strict=True))
-                if tuple(line.values()) not in done and (config := load(**line)):
-                    line |= measure(config)
-                    writer.writerow(line)
-                    file.flush()
-                    print(*line.values(), flush=True)
+    extend(out, COLUMNS, lines(wanted, {tuple(row[key] for key in KEYS) for row in read(out)}))
 
 
-def read(path: Path) -> list[dict[str, str]]:
-    with path.open(newline='') as file:
-        return list(csv.DictReader(file))
+def lines(wanted: list[str], done: set[tuple[str, ...]]) -> Iterator[dict[str, str]]:
+    """Compile each step of the presets that is not done."""
+    for preset, mesh, setting in itertools.product(wanted, MESHES, SETTINGS):
+        line = dict(zip(KEYS, map(str, (preset, *mesh, *setting)), strict=True))
+        if tuple(line.values()) not in done and (config := load(**line)):
+            line |= measure(config)
+            print(*line.values(), flush=True)
+            yield line
 
 
 def load(

@@ -7,6 +7,7 @@ half a minute on an idle core.
 """
 
 import jax
+from compiled_rows import num_findings
 from context_windows import attention, formula
 
 import megajax
@@ -31,8 +32,6 @@ def main() -> None:
             step = compile_for(config, 'h100', num_hosts(config.mesh.num_devices), {})
             told = audit(config, step, 'h100')
             rows = [row for row in told.rows if (row.site, row.axis) == ('attention', 'context')]
-            findings = sum(finding.level == 'error' for finding in told.findings)
-            findings += sum(row.verdict == 'MORE' for row in told.rows)
             cells = [
                 *(str(heads), exchange, jax.__version__),
                 f'{sum(row.wire_bytes for row in rows) / 1e9:.2f}',
@@ -40,7 +39,7 @@ def main() -> None:
                 f'{sum(row.megatron_wire_bytes for row in rows) / 1e9:.2f}',
                 f'{attention(config) / 1e12:.1f}',
                 f'{step.temporaries / 2**30:.2f}',
-                str(findings),
+                str(num_findings(told)),
             ]
             print(f'| {" | ".join(cells)} |', flush=True)
 

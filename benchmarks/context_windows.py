@@ -6,6 +6,7 @@ line of a table for each of STEPS, which takes about half a minute on an idle co
 """
 
 import jax
+from compiled_rows import num_findings
 from stages import load
 
 from megajax.analysis.inspect.audit import audit
@@ -39,14 +40,12 @@ def main() -> None:
         sent = sum(
             row.wire_bytes for row in told.rows if (row.site, row.axis) == ('attention', 'context')
         )
-        findings = sum(finding.level == 'error' for finding in told.findings)
-        findings += sum(row.verdict == 'MORE' for row in told.rows)
         cells = [
             *(name, jax.__version__, f'{sent / 1e9:.2f}', f'{formula(config) / 1e9:.2f}'),
             f'{of_ring / sent:.1f}',
             f'{attention(config) / 1e12:.1f}',
             f'{step.temporaries / 2**30:.2f}',
-            str(findings),
+            str(num_findings(told)),
         ]
         print(f'| {" | ".join(cells)} |', flush=True)
 

@@ -8,7 +8,6 @@ interrupted.
 """
 
 import argparse
-import csv
 import os
 import re
 from pathlib import Path
@@ -17,7 +16,7 @@ os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['TF_CPP_MIN_LOG_LEVEL'] = '3'
 
 import jax
-from layouts import read
+from compiled_rows import extend, num_findings, read
 
 import megajax
 from megajax.analysis.inspect.audit import audit
@@ -54,17 +53,14 @@ def main() -> None:
     parser.add_argument('--only', default='', help='lines with this word')
     arguments = parser.parse_args()
     jax.config.update('jax_num_cpu_devices', 64)  # of the largest mesh
-    rows = read(arguments.out) if arguments.out.exists() else []
-    done = {(*(row[key] for key in KEYS), row['jax']) for row in rows}
-    with arguments.out.open('a', newline='') as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        if not rows:
-            writer.writeheader()
-        for step in STEPS:
-            if (*step, jax.__version__) in done or arguments.only not in ' '.join(step):
-                continue
-            writer.writerow(dict(zip(KEYS, step, strict=True)) | measure(*step))
-            file.flush()
+    done = {(*(row[key] for key in KEYS), row['jax']) for row in read(arguments.out)}
+    wanted = [
+        step
+        for step in STEPS
+        if (*step, jax.__version__) not in done and arguments.only in ' '.join(step)
+    ]
+    rows = (dict(zip(KEYS, step, strict=True)) | measure(*step) for step in wanted)
+    extend(arguments.out, COLUMNS, rows)
     print(table(read(arguments.out)))
 
 
@@ -97,8 +93,7 @@ def measure(
         'model': sum(row.wire_bytes for row in of_model),
         'megatron_model': sum(row.megatron_wire_bytes for row in of_model),
         'share': share,
-        'findings': sum(finding.level == 'error' for finding in told.findings)
-        + sum(row.verdict == 'MORE' for row in told.rows),
+        'findings': num_findings(told),
         'jax': step.jax_version,
         'seconds': f'{step.seconds:.0f}',
     }

@@ -10,7 +10,6 @@ not compiled again; a run takes some ten minutes.
 """
 
 import argparse
-import csv
 import os
 import re
 import time
@@ -21,6 +20,7 @@ os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['TF_CPP_MIN_LOG_LEVEL'] = '3'
 
 import jax
+from compiled_rows import extend, missing, read, steps_of
 
 import megajax
 from megajax.analysis.inspect.compile import compile_for
@@ -56,19 +56,9 @@ def main() -> None:
     )
     parser.add_argument('out', type=Path)
     out = parser.parse_args().out
-    lines = [*csv.DictReader(out.open(newline=''))] if out.exists() else []
-    done = {(line['name'], line['jax']) for line in lines}
-    with out.open('a', newline='') as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        if not lines:
-            writer.writeheader()
-        for step in STEPS.strip().splitlines():
-            name, words = map(str.strip, step.split('|'))
-            if (name, jax.__version__) not in done:
-                lines.append(measure(name, words.split()))
-                writer.writerow(lines[-1])
-                file.flush()
-    table(lines)
+    wanted = missing(out, steps_of(STEPS))
+    extend(out, COLUMNS, (measure(*step) for step in wanted))
+    table(read(out))
 
 
 def measure(name: str, words: list[str]) -> Line:

@@ -9,7 +9,6 @@ interrupted.
 """
 
 import argparse
-import csv
 import os
 from pathlib import Path
 
@@ -17,6 +16,7 @@ os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['TF_CPP_MIN_LOG_LEVEL'] = '3'
 
 import jax
+from compiled_rows import extend, missing, num_findings, read, sent_by_axis, steps_of
 
 import megajax
 from megajax.analysis.inspect.audit import audit
@@ -63,25 +63,11 @@ COLUMNS += ['seconds', 'layout']
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition('\n')[0])
     parser.add_argument('out', type=Path)
-    parser.add_argument('--only', help='lines whose name contains this')
+    parser.add_argument('--only', default='', help='lines whose name contains this')
     arguments = parser.parse_args()
-    rows = read(arguments.out) if arguments.out.exists() else []
-    done = {(row['name'], row['jax']) for row in rows}
-    with arguments.out.open('a', newline='') as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        if not rows:
-            writer.writeheader()
-        for name, words in steps(arguments.only or ''):
-            if (name, jax.__version__) not in done:
-                writer.writerow(measure(name, words))
-                file.flush()
+    wanted = missing(arguments.out, steps_of(STEPS, arguments.only))
+    extend(arguments.out, COLUMNS, (measure(*step) for step in wanted))
     print(table(read(arguments.out)))
-
-
-def steps(only: str = '') -> list[tuple[str, list[str]]]:
-    """The lines of STEPS whose name contains `only`."""
-    lines = [line.split('|') for line in STEPS.strip().splitlines()]
-    return [(name.strip(), words.split()) for name, words in lines if only in name]
 
 
 def load(words: list[str]) -> Config:
@@ -112,32 +98,22 @@ def measure(name: str, words: list[str]) -> dict[str, object]:
     options = OPTIONS.get(words[-1])
     step = compile_for(config, target, num_hosts(config.mesh.num_devices), options)
     told = audit(config, step, target)
-    wire: dict[str, float] = {}
-    for row in told.rows:
-        if row.site != 'metrics':
-            wire[row.axis] = wire.get(row.axis, 0) + row.wire_bytes
     return {
         'name': name,
         'layout': ' '.join(f'{axis}={size}' for axis, size in config.mesh.sizes.items()),
         'state': step.arguments,
         'temporaries': step.temporaries,
-        'wire': ' '.join(f'{axis}={size:.0f}' for axis, size in sorted(wire.items())),
+        'wire': ' '.join(f'{axis}={size:.0f}' for axis, size in sent_by_axis(told).items()),
         'counted': ' '.join(
             f'{axis}={size:.0f}' for axis, size in sorted(wire_bytes(config).items()) if size
         ),
         'overlapped': ' '.join(
             f'{axis}={share:.3f}' for axis, share in sorted(told.overlapped_share.items())
         ),
-        'findings': sum(finding.level == 'error' for finding in told.findings)
-        + sum(row.verdict == 'MORE' for row in told.rows),
+        'findings': num_findings(told),
         'jax': step.jax_version,
         'seconds': f'{step.seconds:.0f}',
     }
-
-
-def read(path: Path) -> list[dict[str, str]]:
-    with path.open(newline='') as file:
-        return list(csv.DictReader(file))
 
 
 def table(rows: list[dict[str, str]]) -> str:

@@ -10,14 +10,13 @@ name has a word.
 """
 
 import argparse
-import csv
 import os
 from pathlib import Path
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['TF_CPP_MIN_LOG_LEVEL'] = '3'
 
-import jax
+from compiled_rows import Step, extend, missing, num_findings, read, steps_of
 
 import megajax
 from megajax.analysis.inspect.audit import audit
@@ -114,28 +113,13 @@ def main() -> None:
     parser.add_argument('out', type=Path)
     parser.add_argument('--only', default='', metavar='WORD')
     arguments = parser.parse_args()
-    lines = read(arguments.out) if arguments.out.exists() else []
-    done = {(line['name'], line['jax']) for line in lines}
-    with arguments.out.open('a', newline='') as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        if not lines:
-            writer.writeheader()
-        for name, words in steps():
-            if arguments.only in name and (name, jax.__version__) not in done:
-                writer.writerow(measure(name, words))
-                file.flush()
+    wanted = missing(arguments.out, steps(arguments.only))
+    extend(arguments.out, COLUMNS, (measure(*step) for step in wanted))
     print(table(read(arguments.out)))
 
 
-def steps() -> list[tuple[str, list[str]]]:
-    """The names of the lines of STEPS, and their words."""
-    lines = [line.split('|') for line in STEPS.strip().splitlines()]
-    return [(name.strip(), words.split()) for name, words in lines]
-
-
-def read(path: Path) -> list[dict[str, str]]:
-    with path.open(newline='') as file:
-        return list(csv.DictReader(file))
+def steps(only: str = '') -> list[Step]:
+    return steps_of(STEPS, only)
 
 
 def load(words: list[str]) -> Config:
@@ -173,7 +157,7 @@ def measure(name: str, words: list[str]) -> dict[str, object]:
             line[f'share_{axis}'] = f'{told.overlapped_share[axis]:.4f}'
             line[f'hidden_{axis}'] = f'{told.hidden_seconds[axis] / on_wire:.4f}'
             line[f'wire_ms_{axis}'] = f'{1e3 * on_wire:.3f}'
-            line[f'of_megatron_{axis}'] = f'{of_megatron(told, axis):.4f}'
+            line[f'of_megatron_{axis}'] = f'{told.ratios[axis]:.4f}'
     assert told.compute_seconds is not None
     assert told.exposed_seconds is not None
     return line | {
@@ -186,17 +170,10 @@ def measure(name: str, words: list[str]) -> dict[str, object]:
         ),
         'state': step.arguments,
         'temporaries': step.temporaries,
-        'findings': sum(finding.level == 'error' for finding in told.findings)
-        + sum(row.verdict == 'MORE' for row in told.rows),
+        'findings': num_findings(told),
         'jax': step.jax_version,
         'seconds': f'{step.seconds:.0f}',
     }
-
-
-def of_megatron(told: megajax.inspect.Inspection, axis: str) -> float:
-    """Bytes on the wire over an axis over those of Megatron."""
-    rows = [row for row in told.rows if row.axis == axis and row.site != 'metrics']
-    return sum(row.wire_bytes for row in rows) / sum(row.megatron_wire_bytes for row in rows)
 
 
 def table(lines: list[dict[str, str]]) -> str:

@@ -12,12 +12,13 @@ import argparse
 import csv
 import os
 import statistics
-from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['TF_CPP_MIN_LOG_LEVEL'] = '3'
+
+from compiled_rows import read, sent_by_axis
 
 import megajax
 from megajax.analysis.plan.communication import wire_bytes
@@ -56,7 +57,7 @@ def main() -> None:
     parser.add_argument('out', type=Path)
     parser.add_argument('--experts', action='store_true')
     arguments = parser.parse_args()
-    found = {key(line): line for line in read(arguments.out)} if arguments.out.exists() else {}
+    found = {key(line): line for line in read(arguments.out)}
     lines = []
     for step in steps(EXPERTS if arguments.experts else STEPS):
         compiled = found.get(key(step)) or measure(load(step))
@@ -81,11 +82,6 @@ def steps(file: Path = STEPS) -> list[Line]:
 
 def key(line: Line) -> tuple[str, ...]:
     return tuple(line[name] for name in KEYS)
-
-
-def read(path: Path) -> list[Line]:
-    with path.open(newline='') as file:
-        return list(csv.DictReader(file))
 
 
 def write(path: Path, lines: list[Line]) -> None:
@@ -145,10 +141,6 @@ def measure(config: megajax.Config) -> Line:
     program = Program(compiled.text, skipped=LATER_ROUNDS)
     gflops = sum(flops(program, program.entry, one) for one in program.entry.instructions) / 1e9
     found = audit(config, compiled, 'h100')
-    sent = defaultdict[str, float](float)
-    for row in found.rows:
-        if row.site != 'metrics':  # single numbers
-            sent[row.axis] += row.wire_bytes
     total = compiled.arguments + compiled.temporaries + compiled.outputs
     figures = (
         total,
@@ -159,7 +151,7 @@ def measure(config: megajax.Config) -> Line:
             program.times[computation.name] * sum(map(is_launched, computation.instructions))
             for computation in launching(program)
         ),
-        by_axis(sent),
+        by_axis(sent_by_axis(found)),
         by_axis({axis: round(share, 3) for axis, share in found.overlapped_share.items()}),
         compiled.jax_version,
     )

@@ -8,7 +8,6 @@ be interrupted.
 """
 
 import argparse
-import csv
 import os
 from pathlib import Path
 
@@ -16,7 +15,7 @@ os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['TF_CPP_MIN_LOG_LEVEL'] = '3'
 
 import jax
-from layouts import read
+from compiled_rows import extend, missing, num_findings, read, sent_by_axis, steps_of
 
 import megajax
 from megajax.analysis.inspect.audit import audit
@@ -74,17 +73,8 @@ def main() -> None:
     parser.add_argument('out', type=Path)
     parser.add_argument('--only', default='', help='lines whose name contains this')
     arguments = parser.parse_args()
-    rows = read(arguments.out) if arguments.out.exists() else []
-    done = {(row['name'], row['jax']) for row in rows}
-    with arguments.out.open('a', newline='') as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        if not rows:
-            writer.writeheader()
-        for line in STEPS.strip().splitlines():
-            name, words = (part.strip() for part in line.split('|'))
-            if arguments.only in name and (name, jax.__version__) not in done:
-                writer.writerow(measure(name, words.split()))
-                file.flush()
+    wanted = missing(arguments.out, steps_of(STEPS, arguments.only))
+    extend(arguments.out, COLUMNS, (measure(*step) for step in wanted))
     print(table(read(arguments.out)))
 
 
@@ -120,10 +110,6 @@ def measure(name: str, words: list[str]) -> dict[str, object]:
         if collective.kind == 'collective-permute' and collective.times
     ]
     beside = sum(each.times for each in permutes if each.overlapped_flops)
-    wire: dict[str, float] = {}
-    for row in told.rows:
-        if row.site != 'metrics':
-            wire[row.axis] = wire.get(row.axis, 0) + row.wire_bytes
     schedule = schedule_of(config)
     return {
         'name': name,
@@ -134,12 +120,11 @@ def measure(name: str, words: list[str]) -> dict[str, object]:
         'of_gradients': temporaries_of_gradients(config, target, options),
         'permutes': sum(each.times for each in permutes),
         'beside_products': beside,
-        'sent': ' '.join(f'{axis}={size:.0f}' for axis, size in sorted(wire.items())),
+        'sent': ' '.join(f'{axis}={size:.0f}' for axis, size in sent_by_axis(told).items()),
         'overlapped': ' '.join(
             f'{axis}={share:.3f}' for axis, share in sorted(told.overlapped_share.items())
         ),
-        'findings': sum(finding.level == 'error' for finding in told.findings)
-        + sum(row.verdict == 'MORE' for row in told.rows),
+        'findings': num_findings(told),
         'jax': step.jax_version,
         'seconds': f'{step.seconds:.0f}',
     }

@@ -17,6 +17,7 @@ os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['TF_CPP_MIN_LOG_LEVEL'] = '3'
 
 import jax
+from compiled_rows import read
 
 import megajax
 from megajax.analysis.inspect.compile import compile_for
@@ -68,7 +69,7 @@ def main() -> None:
     )
     parser.add_argument('out', type=Path)
     out = parser.parse_args().out
-    found = [*csv.DictReader(out.open(newline=''))] if out.exists() else []
+    found = read(out)
     lines = []
     for step in steps():
         stored = (line for line in found if [line[key] for key in KEYS] == [*step])

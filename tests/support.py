@@ -446,10 +446,14 @@ def megajax(*arguments: object, folder: Path = ROOT) -> subprocess.CompletedProc
 
 
 def load_script(name: str, folder: str = 'benchmarks') -> ModuleType:
-    """A program of `benchmarks/` or another folder as a module."""
+    """A program of `benchmarks/` or another folder as a module, which may import its neighbors."""
     spec = importlib.util.spec_from_file_location(name, ROOT / folder / f'{name}.py')
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.append(str(ROOT / folder))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(ROOT / folder))
     return module

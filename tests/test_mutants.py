@@ -96,7 +96,6 @@ def test_packages_take_turns_and_leaving_one_out_changes_nothing_in_the_others(f
 
 def test_a_test_that_reads_what_another_of_its_file_made_can_notice_too():
     """As from a fixture of the module or a cached function, after the tests that call it."""
-    load_script('mutant_runner')  # which it imports from its own folder
     mutants = load_script('mutants')
     change = code.changes_of('megajax/base/errors.py', SOURCE)[0]
 

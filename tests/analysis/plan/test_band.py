@@ -77,7 +77,6 @@ def test_a_band_widens_with_layers_that_no_fitted_row_has(name: str, layers: str
 
 
 def test_held_out_rates_of_experts_are_within_their_bands() -> None:
-    load_script('held_out')  # which the script imports
     script = load_script('plan_experts')
     for row in script.rows():
         values, cluster = row.values, Cluster.of(hardware('h100'), row.time.devices)

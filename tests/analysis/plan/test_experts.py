@@ -314,7 +314,6 @@ def test_a_run_gives_the_load_of_its_last_steps(tmp_path: Path) -> None:
 
 
 def test_the_published_rows_are_those_of_today() -> None:
-    load_script('held_out')  # which the script imports
     script = load_script('plan_experts')
     assert script.table(script.rows()) in (RESULTS / '2026-11-29_plan_experts.md').read_text()
 
