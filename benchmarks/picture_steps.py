@@ -13,7 +13,6 @@ import statistics
 import time
 
 import jax
-from picture_rows import rows_a_second
 
 import megajax
 from megajax.core.config import Config
@@ -25,6 +24,7 @@ from megajax.runtime.data import Batches, load_data
 
 MESHES = (1, 1), (2, 2)
 ROWS = 32, 128
+SECONDS = 1.0  # in which one thread makes rows
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def main() -> None:
         with jax.set_mesh(make_mesh(data, model)):
             seconds = in_turn([(pictures, batches), (text, load_data(text).train)], steps)
         rates = [median / flops(one) for median, one in zip(seconds, (pictures, text), strict=True)]
-        needed, made = pictures.train.batch_size / seconds[0], rows_a_second(batches, 0)
+        needed, made = pictures.train.batch_size / seconds[0], rows_a_second(batches)
         print(
             f'| {data}x{model} | {rows} | {1e3 * seconds[0]:.0f} ms | {1e3 * seconds[1]:.0f} ms | '
             f'{rates[0] / rates[1]:.2f} | {needed:.0f} | {made:.0f}, {made / needed:.1f} |'
@@ -68,6 +68,15 @@ def of_text(config: Config) -> Config:
 def flops(config: Config) -> int:
     """FLOPs of a step."""
     return step_flops(config, flash=False).model
+
+
+def rows_a_second(batches: Batches) -> float:
+    """Rows in a second of this thread's processor time, from the first batch on."""
+    start, steps = time.thread_time(), 0
+    while (spent := time.thread_time() - start) < SECONDS:
+        batches[steps]
+        steps += 1
+    return steps * batches.batch_size / spent
 
 
 def in_turn(runs: list[tuple[Config, Batches]], steps: int) -> list[float]:
