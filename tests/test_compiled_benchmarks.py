@@ -7,7 +7,18 @@ import jax
 import pytest
 from support import load_script
 
-rows = load_script('compiled_rows')
+from megajax.core.config import presets
+
+rows, collectives = load_script('compiled_rows'), load_script('collectives')
+
+
+@pytest.mark.parametrize('preset', sorted(presets()))
+def test_collectives_of_each_preset_are_over_data_and_model(preset: str) -> None:
+    keys = {'sequence_parallel': 'True', 'microbatches': '1', 'recompute': 'none'}
+    for data, model in collectives.MESHES:
+        config = collectives.load(preset=preset, data=str(data), model=str(model), **keys)
+        assert config is None or config.mesh.num_devices == data * model
+        assert config is None or {*config.mesh.sizes} == {'data', 'model'}
 
 
 @pytest.mark.parametrize('name', ['layouts', 'overlap', 'stages'])
