@@ -75,6 +75,16 @@ def test_every_mark_has_something_under_it() -> None:
     assert len([*quoted()]) == marks
 
 
+@pytest.mark.parametrize('name', ['kernels', 'layouts', 'overlap', 'stages'])
+def test_each_compiled_step_on_a_page_is_one_that_its_script_compiles(name: str) -> None:
+    names = dict(load_script('compiled_rows').steps_of(load_script(name).STEPS))
+    file = rf'2026-\d\d-\d\d_{name}(_stages)?\.md'
+    tables = [text for _, path, text in quoted() if re.fullmatch(file, Path(path).name)]
+    shown = {line.split('|')[1].strip() for text in tables for line in text.splitlines()[2:]}
+    assert shown
+    assert not shown - {*names}
+
+
 def test_a_window_sends_its_formula_and_a_twentieth_of_a_ring_or_less() -> None:
     file = RESULTS / '2026-11-28_context_windows.md'
     lines = [line.strip('| ').split(' | ') for line in file.read_text().splitlines()]
