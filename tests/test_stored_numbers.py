@@ -268,6 +268,19 @@ def test_the_page_has_the_ranks_of_the_published_meshes() -> None:
     assert f'{near} of {len(ranked)} are first or within 3% of the first' in PLAN
 
 
+def test_the_page_has_the_sizes_of_the_searches() -> None:
+    names = '2026-11-29_plan_pipelines.md', '2026-11-30_claims.md', '2026-11-30_plan_cpu.md'
+    pipelines, claims, cpu = ((RESULTS / name).read_text() for name in names)
+    of_pipelines = re.search(r'of ([\d,]+) layouts fit', pipelines.split('--gpus 3072`')[1])[1]
+    assert f'the fastest of {of_pipelines} layouts' in PLAN
+    command = claims.split('`megajax plan llama3_8b --gpu h100 --gpus 64`')[1]
+    searched = re.search(r'of ([\d,]+) layouts fit', command)[1]
+    seconds = rf'^{searched} layouts .*: ([\d.]+) CPU seconds \(median; ([\d.]+) to ([\d.]+)\)'
+    median, least, most = map(float, re.search(seconds, cpu, re.MULTILINE).groups())
+    said = f'{median:.1f} CPU seconds (median of 20 searches; {least:.1f} to {most:.1f})'
+    assert f'{said} for the {searched} layouts of `llama3_8b` on 64 GPUs' in PLAN
+
+
 def test_the_page_has_the_share_of_rates_within_their_bands() -> None:
     text = (RESULTS / '2026-11-30_plan_tables.md').read_text()
     within, of, share = re.findall(r'^(\d+) of (\d+) held-out rows \((\d+%)\)', text, re.MULTILINE)[
