@@ -21,7 +21,7 @@ from typer.core import TyperCommand
 from typer.main import get_command
 
 from megajax.commands.main import app
-from megajax.core.config import load
+from megajax.core.config import Config, load
 from megajax.core.config.overrides import KEYS
 from megajax.core.counts.parameters import num_parameters
 from megajax.core.hardware.targets import has_compiler
@@ -97,17 +97,53 @@ def read_command(line: str) -> tuple[str, list[str]]:
     return verb, [word for group in values for word in group if isinstance(word, str)]
 
 
+def overrides_in(words: list[str]) -> list[str]:
+    return [word for word in words if re.match(r'[a-z]+\.\w+=', word)]
+
+
+def config_of(words: list[str]) -> Config:
+    """The config that the plain words of a command name, or `tiny`, with their overrides."""
+    sources = [x for x in words if x == 'my.yaml' or (ROOT / f'configs/{x}.yaml').exists()]
+    return load(sources[0] if sources else 'tiny', overrides_in(words))
+
+
 @pytest.mark.parametrize(
     ('page', 'line'), [(page, line) for page in PAGES for line in commands(page)],
     ids=lambda value: value.stem if isinstance(value, Path) else value,
 )  # fmt: skip
 def test_a_command_of_a_page_is_one_that_megajax_reads(page: Path, line: str, reader: Path) -> None:
     verb, words = read_command(line)
-    overrides = [word for word in words if re.match(r'[a-z]+\.\w+=', word)]
-    assert {word.partition('=')[0] for word in overrides} <= KEYS.keys()
+    assert {word.partition('=')[0] for word in overrides_in(words)} <= KEYS.keys()
     if verb.split()[-1] in ('train', 'step', 'for', 'show', 'launch'):
-        sources = [x for x in words if x == 'my.yaml' or (ROOT / f'configs/{x}.yaml').exists()]
-        load(sources[0] if sources else 'tiny', overrides)
+        config_of(words)
+
+
+def test_the_page_on_installing_trains_on_one_gpu_and_on_eight(reader: Path) -> None:
+    lines = [line for line in commands(ROOT / 'docs/start.md') if 'train gpt2_124m' in line]
+    assert {config_of(read_command(line)[1]).mesh.num_devices for line in lines} == {1, 8}
+
+
+def slurm_jobs() -> Iterator[tuple[str, list[str], int]]:
+    """The config, the overrides and the GPUs of each job that a page or a comment submits."""
+    script = (ROOT / 'scripts/slurm.sbatch').read_text()
+    nodes, gpus = (
+        int(re.search(rf'^#SBATCH --{option}=(\d+)', script, re.MULTILINE)[1])
+        for option in ('nodes', 'gpus-per-node')
+    )
+    files = [*PAGES, ROOT / 'scripts/slurm.sbatch', *ROOT.glob('configs/recipes/*.yaml')]
+    lines = (line.partition('  #')[0] for file in files for line in file.read_text().splitlines())
+    for line in lines:
+        if found := re.match(r'(?:# +)?(?:\w+=\S+ )*sbatch (.*)scripts/slurm\.sbatch (.*)', line):
+            asked = re.search(r'--nodes=(\d+)', found[1])
+            config, *keys = shlex.split(found[2])
+            yield config, keys, gpus * (int(asked[1]) if asked else nodes)
+
+
+def test_a_job_of_slurm_has_a_mesh_of_all_its_gpus(reader: Path) -> None:
+    jobs = [job for job in slurm_jobs() if job[0] not in ('CONFIG', 'fast.yaml')]
+    assert len(jobs) >= 5
+    for config, keys, gpus in jobs:
+        assert load(config, keys).mesh.num_devices == gpus, (config, keys)
 
 
 @for_each_page
