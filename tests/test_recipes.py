@@ -66,6 +66,13 @@ def test_a_recipe_names_the_rotary_scaling_of_llama_3_1(name: str) -> None:
     assert model.rope_scaling == load('llama3_8b_128k').model.rope_scaling
 
 
+@pytest.mark.parametrize('name', recipes())
+def test_a_recipe_for_several_gpus_reads_token_files(name: str) -> None:
+    config, text = load(name), (ROOT / f'configs/{name}.yaml').read_text()
+    build = rf'megajax data build {config.data.corpus} .*--tokenizer {config.data.tokenizer} '
+    assert bool(re.search(build, text)) == (config.mesh.num_devices > 1)
+
+
 def imported(folder: Path, config: Config) -> Path:
     """A model at step 0, as an import leaves it."""
     with (
