@@ -123,6 +123,13 @@ def test_the_page_on_installing_trains_on_one_gpu_and_on_eight(reader: Path) -> 
     assert {config_of(read_command(line)[1]).mesh.num_devices for line in lines} == {1, 8}
 
 
+@for_each_page
+def test_a_fine_tune_with_the_config_of_an_import_sets_its_learning_rate(page: Path) -> None:
+    text = page.read_text().replace('\\\n', '')
+    for line in re.findall(r'megajax (?:launch [^\n`]*)?train\srun\.start_from=[^\n`]*', text):
+        assert 'optim.lr=' in line, line
+
+
 def slurm_jobs() -> Iterator[tuple[str, list[str], int]]:
     """The config, the overrides and the GPUs of each job that a page or a comment submits."""
     script = (ROOT / 'scripts/slurm.sbatch').read_text()
