@@ -33,8 +33,8 @@ Every command exits with one of these codes. The codes above 2 come from `train`
 | 3 | a loss or gradient that is not finite, or loss spikes that cannot be skipped | change the config; do not retry |
 | 4 | no checkpoint can be used, or the last save failed | see [Handle failures](failures.md) |
 | 5 | silent data corruption: a repeated step gave a different result (`train.replay_every`) | test the device; do not retry on it |
-| 75 | stopped by a signal or a time limit, another process was lost, or `inspect fuzz` had no memory or disk space | run the same command again: it resumes |
-| 124 | the run hung, and the watchdog ended it | read `watchdog.log`, then run the same command again |
+| 75 | stopped by a signal or a time limit, another process was lost, or `inspect fuzz` had no memory or disk space | run the same command again; `train` resumes only with the same `run.dir` |
+| 124 | the run hung, and the watchdog ended it | read `watchdog.log`, then run the same command with the same `run.dir` |
 
 If a crash such as SIGSEGV ends a process, `launch` exits with 128 plus the signal's number, as a
 shell does. It exits with 75 after SIGKILL, which the kernel sends if memory runs out, and after

@@ -148,8 +148,8 @@ class Replay:
             f'(process {process}, host {host}) does not match its replay on {where} '
             f'({first.elements:,} of {first.of:,} elements; {devices} of {self._mesh.size} devices '
             f'differ, in process {", ".join(map(str, processes))}). At least one device is faulty. '
-            'This step was not saved. Test or exclude these devices, then rerun the same command '
-            'to resume from the last checkpoint'
+            'This step was not saved. Test or exclude these devices, then run the same command '
+            'with this run.dir to resume from the last checkpoint'
         )
 
     def _difference(self, arrays: Sequence[jax.Array], others: Sequence[jax.Array]) -> Difference:

@@ -40,6 +40,7 @@ from megajax.runtime.run.clock import Clock, RunSummary
 from megajax.runtime.run.compile_cache import compile_cache
 from megajax.runtime.run.evaluation import check_best, check_best_interval
 from megajax.runtime.run.host_memory import check_host_memory
+from megajax.runtime.run.infer_config import how_to_resume
 from megajax.runtime.run.inputs import write_inputs
 from megajax.runtime.run.lock import run_lock
 from megajax.runtime.run.log.metrics import MetricsWriter, check_wandb
@@ -129,8 +130,8 @@ def run(
     clock = Clock()
     with (
         StopWatch(config.run.max_minutes) as stop,
-        _leaving(),
         _started(config, name, advise) as (mesh, folder, report),
+        _leaving(folder, optimizer),
     ):
         watchdog = make_watchdog(config, folder)
         with (
@@ -260,12 +261,13 @@ def _what_is_saved(summary: RunSummary) -> str:
 
 
 @contextmanager
-def _leaving() -> Iterator[None]:
+def _leaving(folder: Path, optimizer: GradientTransformation | None) -> Iterator[None]:
     """Report a requested stop, and exit with the code that asks for a restart."""
     try:
         yield
     except StopRequested as request:
-        Report().say(f'stopped by {request}; to resume, run the same command with this run.dir')
+        fix = how_to_resume(folder, is_alone=jax.process_count() == 1 and optimizer is None)
+        Report().say(f'stopped by {request}; to resume, {fix}')
         raise SystemExit(StopRequested.exit_code) from request
 
 

@@ -2,6 +2,7 @@
 equals never having stopped.
 """
 
+import re
 import signal
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from runs import (
     stop,
     train_here,
 )
-from support import write_run
+from support import megajax, write_run
 
 from megajax.core.config import NumericError, load
 from megajax.runtime.data import Batches
@@ -83,6 +84,10 @@ def test_a_time_limit_is_a_signal(folder: Path) -> None:
     limit = 'run.max_minutes=0.05'
     code, said = end_here(folder, 'train.steps=100000', 'optim.schedule=constant', limit)
     assert (code, 'stopped by run.max_minutes' in said) == (75, True), said
+    (command,) = re.findall(r'; to resume, run megajax (train run\.dir=\S+)$', said, re.MULTILINE)
+    step = max(steps(folder / 'run')) + 1
+    done = megajax(*command.split(), 'run.max_minutes=null', f'train.steps={step}', folder=folder)
+    assert (done.returncode, max(steps(folder / 'run'))) == (0, step), done.stdout
 
 
 FAILS = """

@@ -1,6 +1,7 @@
 """A run keeps the tokenizer that it began with through every resume."""
 
 import json
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +12,11 @@ from support import on_mesh
 from typer.testing import CliRunner
 
 from megajax.commands.main import app
-from megajax.core.config import Config, ConfigError
+from megajax.core.config import Config, ConfigError, dump, load
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
 from megajax.runtime.checkpoint.record import read_record
 from megajax.runtime.run.chat_template import read_corpus
+from megajax.runtime.run.infer_config import config_of_overrides, how_to_resume
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +44,19 @@ def write(path: Path, words: str) -> None:
 def config(corpus: str, *, run: dict[str, object] | None = None, **data: object) -> Config:
     keys = {'corpus': corpus, 'tokenizer': 'auto', 'split': '90,10,0', **data}
     return tiny(data=keys, train={'batch_size': 2}, run=run or {})
+
+
+def test_a_stopped_run_names_a_command_that_takes_its_config(tmp_path: Path) -> None:
+    folder = tmp_path / 'my run'
+    folder.mkdir()
+    again = f"run the same command with 'run.dir={folder}'"
+    assert how_to_resume(folder, is_alone=True) == again  # there is no config yet
+    begun = load('tiny', [f'run.dir={folder}', 'train.steps=70'])
+    (folder / 'config.yaml').write_text(dump(begun))
+    assert how_to_resume(folder, is_alone=False) == again
+    command = shlex.split(how_to_resume(folder, is_alone=True).removeprefix('run '))
+    assert command[:2] == ['megajax', 'train']
+    assert config_of_overrides(command[2:])[0] == begun
 
 
 def start(config: Config, run: Path) -> str | None:
