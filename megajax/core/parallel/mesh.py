@@ -58,8 +58,7 @@ def make_mesh(data: int = 1, model: int = 1, *, cross_hosts: bool = False, **axe
     """
     sizes = axis_sizes(data, model, **axes)
     needed = math.prod(sizes.values())
-    _simulate_cpu_devices(needed)
-    devices = usable_devices()
+    devices = devices_for(needed)
     if len(devices) < needed:
         raise ConfigError(_too_few(sizes, devices))
     if jax.process_count() > 1 and len(devices) != needed:
@@ -215,6 +214,15 @@ def host_names() -> list[str]:
         else np.asarray(multihost_utils.process_allgather(own, tiled=True))
     )
     return [bytes(row).rstrip(b'\0').decode(errors='replace') for row in names]
+
+
+def devices_for(count: int) -> list[jax.Device]:
+    """Return jax's devices; if they are CPUs and jax has not been used yet, simulate `count`.
+
+    Raises ConfigError as `usable_devices` does.
+    """
+    _simulate_cpu_devices(count)
+    return usable_devices()
 
 
 def usable_devices() -> list[jax.Device]:

@@ -20,6 +20,7 @@ from megajax.core.parallel.mesh import concrete, mesh_for, one_dimensional
 from megajax.core.train.step import make_params
 from megajax.core.train.zero import between_steps
 from megajax.runtime.checkpoint.compare import check_same_arrays, renames
+from megajax.runtime.checkpoint.copies import check_copies, with_copies_that_fit
 from megajax.runtime.checkpoint.digests import sound_checkpoint
 from megajax.runtime.checkpoint.hf_files import Companions, read_companions
 from megajax.runtime.checkpoint.orbax_manager import restore_gb
@@ -58,21 +59,25 @@ def open_model(path: Path, overrides: Sequence[str] = ()) -> Opened:
 
     For a run this is its newest checkpoint that verifies. The model's mesh has as many devices as
     the run's, but without ZeRO, replicas, and pipeline, context and 2-D tensor parallelism
-    (`one_dimensional`), and its adapters are merged into its weights. `overrides` work as in `load`
-    and may set the mesh, which is made here; use the model under `jax.set_mesh(opened.mesh)`:
+    (`one_dimensional`), and its adapters are merged into its weights. If this machine has too few
+    devices for that, or too little memory, the mesh has fewer data shards. `overrides` work as in
+    `load` and may set the mesh, which is made here; use the model under
+    `jax.set_mesh(opened.mesh)`:
 
         opened = open_model(Path('runs/mine'), ['mesh.data=1', 'mesh.model=2'])
         with jax.set_mesh(opened.mesh):
             ...
 
-    Raises ConfigError if there is no checkpoint or the overrides do not fit it, and CheckpointError
-    if every checkpoint is damaged.
+    Raises ConfigError if there is no checkpoint or the overrides do not fit it or the machine, and
+    CheckpointError if every checkpoint is damaged.
     """
     with sound_checkpoint(path) as folder:
         record = read_record(folder)
         place = str(folder / RECORD)
         trained = one_dimensional(reload(record.config, place=place))
         config = without_adapters(reload(trained.model_dump(mode='json'), overrides, place=place))
+        if overridden(overrides, 'mesh.data') is None:
+            config = with_copies_that_fit(config)
         tokenizer = (
             load_tokenizer(str(folder / TOKENIZER)) if (folder / TOKENIZER).is_file() else None
         )
@@ -81,6 +86,7 @@ def open_model(path: Path, overrides: Sequence[str] = ()) -> Opened:
             tokenizer.also_ends(companions.ends)
             tokenizer.limit(config.model.vocab_size)
         mesh = mesh_for(config)
+        check_copies(config, [*mesh.devices.flat])
         with jax.set_mesh(mesh):
             params = restore_params(folder, config)
         return Opened(

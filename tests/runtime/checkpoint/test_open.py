@@ -12,6 +12,8 @@ from checkpoints import make_state
 from support import by_name, make_config, on_mesh
 
 from megajax.core.config import CheckpointError, Config, ConfigError
+from megajax.core.counts.parameters import num_parameters
+from megajax.runtime.checkpoint import copies
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
 from megajax.runtime.checkpoint.digests import find_steps
 from megajax.runtime.checkpoint.open import Opened, abstract_params, open_model
@@ -65,6 +67,18 @@ def test_a_run_opens_at_its_newest_checkpoint_on_any_mesh(run: Path, data: int, 
     with jax.set_mesh(opened.mesh):
         placed = by_name(abstract_params(opened.config))
     assert all(x.sharding == placed[name].sharding for name, x in by_name(opened.params).items())
+
+
+def test_a_run_opens_with_as_many_copies_as_fit_unless_their_number_is_given(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = 6 * num_parameters(seeded(2).model, padded=True)  # one and a half copies
+    monkeypatch.setattr(copies, 'host_memory', lambda: memory)
+    opened = open_model(run)
+    assert_holds(opened, 2)
+    assert dict(opened.mesh.shape) == {'data': 1, 'model': 2}
+    with pytest.raises(ConfigError, match=r'on 4 simulated devices, .*: set mesh\.data=1, or'):
+        open_model(run, ['mesh.data=2'])
 
 
 def test_so_does_each_of_its_checkpoints(run: Path) -> None:
