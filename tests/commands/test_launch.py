@@ -108,7 +108,7 @@ def test_on_cpus_each_process_simulates_its_share_of_the_mesh_and_all_meet_on_lo
 def gpus(monkeypatch, *, plugin=True):
     monkeypatch.setattr('megajax.runtime.processes.launch_plan.visible_gpus', lambda environ: 8)
     monkeypatch.setattr(
-        'megajax.runtime.processes.launch_plan.entry_points',
+        'megajax.core.hardware.visible.entry_points',
         lambda group: [type('Plugin', (), {'name': 'xla_cuda12'})] if plugin else [],
     )
 

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 from collections.abc import Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 
 DEVICES = Path('/dev')
@@ -22,6 +23,20 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> int:
         return sum(name.strip() not in ('', '-1') for name in chosen.split(','))
     files = (file for file in DEVICES.glob('nvidia*') if re.fullmatch(r'nvidia\d+', file.name))
     return _listed() or sum(map(_may_open, files))
+
+
+def has_cuda_plugin() -> bool:
+    """Whether jax's plugin for NVIDIA GPUs is installed."""
+    return any('cuda' in plugin.name for plugin in entry_points(group='jax_plugins'))
+
+
+def lacks_gpus_of_slurm(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether Slurm gave this process no GPU, although jax's plugin for GPUs is installed.
+
+    With JAX_PLATFORMS, the user wants no GPU or gets jax's error.
+    """
+    in_slurm = 'SLURM_JOB_ID' in environ and not environ.get('JAX_PLATFORMS')
+    return in_slurm and has_cuda_plugin() and not visible_gpus(environ)
 
 
 def _may_open(device: Path) -> bool:

@@ -6,12 +6,11 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 
 from megajax.base.errors import ConfigError
 from megajax.core.config.extras import install
 from megajax.core.hardware.cpu_flags import with_collective_limit
-from megajax.core.hardware.visible import visible_gpus
+from megajax.core.hardware.visible import has_cuda_plugin, visible_gpus
 from megajax.runtime.processes.environment import (
     BIND,
     COORDINATOR,
@@ -136,7 +135,7 @@ def _coordinator(hosts: int, environ: Mapping[str, str]) -> str:
 
 def _usable_gpus(environ: Mapping[str, str]) -> int:
     gpus = visible_gpus(environ)
-    if gpus and not any('cuda' in plugin.name for plugin in entry_points(group='jax_plugins')):
+    if gpus and not has_cuda_plugin():
         raise ConfigError(
             f'{gpus} GPUs are visible and jax has no plugin for them: '
             f'{install("cuda")}, or set JAX_PLATFORMS=cpu for CPU devices'

@@ -297,6 +297,14 @@ def test_simulated_devices_are_said_to_be_so_whatever_the_machine_has(
     assert capsys.readouterr().out == said
 
 
+def test_a_task_of_slurm_without_a_gpu_is_noted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr('megajax.runtime.run.log.report.lacks_gpus_of_slurm', lambda: True)
+    Report().mesh(jax.make_mesh((1, 1), ('data', 'model')))
+    assert '\nnote       Slurm gave this task no GPU' in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ('active', 'normalize', 'is_noted'), [(1, True, True), (1, False, False), (2, True, False)]
 )

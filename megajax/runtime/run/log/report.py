@@ -29,6 +29,7 @@ from megajax.core.counts.runs import layers_of_chunk
 from megajax.core.counts.schedule import schedule_of
 from megajax.core.counts.windows import windows_within
 from megajax.core.hardware.targets import is_nvidia
+from megajax.core.hardware.visible import lacks_gpus_of_slurm
 from megajax.core.parallel.mesh import is_simulated
 from megajax.core.parallel.placements import Placement
 from megajax.core.train.loss_scale import MARGIN
@@ -86,6 +87,11 @@ class Report:
                 f'{mesh.size} x {device.device_kind}' if device.platform != 'cpu' else _cpus(mesh)
             )
         self.say(f'mesh       {axes}, {where}')
+        if device.platform == 'cpu' and lacks_gpus_of_slurm():
+            self.say(
+                'note       Slurm gave this task no GPU, so the run uses CPUs: ask for GPUs, for '
+                'example srun --gpus-per-node=8, or set JAX_PLATFORMS=cpu if you want CPUs'
+            )
         if device.platform != 'cpu' and not is_nvidia(device):
             self.say(
                 f'note       megajax was never tried on {device.device_kind}: training has run on '
