@@ -22,6 +22,11 @@ def test_every_error_has_its_exit_code_on_the_page() -> None:
     assert codes == {0, STALLED, *(error.exit_code for error in RunError.__subclasses__())}
 
 
+def test_a_checkpoint_has_one_name_in_the_help() -> None:
+    assert 'RUN/STEP' in PAGE
+    assert 'checkpoints/STEP' not in PAGE
+
+
 def test_a_hidden_command_and_a_hidden_option_are_left_out() -> None:
     root = get_command(app)
     (train, doctor) = (root.commands[name] for name in ('train', 'doctor'))

@@ -10,7 +10,7 @@ from megajax.core.config.conflicts import CONFLICTS, FEATURES
 from megajax.core.config.pairs import Pair, pairs
 
 _HEAD = """\
-# Combinations
+# Incompatible settings
 
 Which features run together. `megajax config conflicts` prints the rejected pairs on a terminal.
 A combination is rejected before anything compiles, and the message names what to use instead.

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 Run = Annotated[
     Path,
     typer.Argument(
-        metavar='RUN', help="A run's directory (newest checkpoint), or RUN/checkpoints/STEP."
+        metavar='RUN', help="A run's directory (newest checkpoint), or RUN/STEP."
     ),
 ]
 

@@ -32,7 +32,7 @@ Source = Annotated[
     Path,
     typer.Argument(
         metavar='RUN',
-        help="A run's directory (newest checkpoint), or RUN/checkpoints/STEP.",
+        help="A run's directory (newest checkpoint), or RUN/STEP.",
     ),
 ]
 NewFolder = Annotated[Path, typer.Argument(metavar='OUT', help='The directory to create.')]
