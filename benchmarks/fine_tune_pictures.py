@@ -1,7 +1,7 @@
 """What the commands of "Fine-tune on images" in docs/data.md show:
 `python benchmarks/fine_tune_pictures.py OUT.md`.
 
-Draws a corpus of pictures of words, runs each of COMMANDS in its folder and writes what it
+Draws a corpus of images of words, runs each of COMMANDS in its folder and writes what it
 printed, without times. The first command takes three minutes on two idle cores; `--reader RUN`
 takes a run that it has made.
 """
@@ -30,7 +30,7 @@ COMMANDS = [
     'vision.freeze=[encoder] train.steps=300 train.eval_every=150 train.seq_len=48 '
     'model.max_seq_len=48',
     'eval shouter labels/held_out --task perplexity',
-    "generate shouter --images labels/held_out/pictures --temperature 0 --prompt $'user: "
+    "generate shouter --images labels/held_out/images --temperature 0 --prompt $'user: "
     "<image>Shout it.\\nassistant: '",
 ]
 PACKAGES = 'megajax', 'jax', 'flax', 'optax', 'pillow'
@@ -62,7 +62,7 @@ def heading() -> str:
     """The day, the versions and the machine."""
     versions = ', '.join(f'{name} {version(name)}' for name in PACKAGES)
     return (
-        f'# Fine-tuning with pictures, {datetime.date.today()}\n\n'
+        f'# Fine-tuning with images, {datetime.date.today()}\n\n'
         f'`python benchmarks/fine_tune_pictures.py`: {versions}, '
         f'Python {platform.python_version()}, {os.cpu_count()} cores, shared with other programs.\n'
         f'Reader: `megajax {READER}`.\n'
@@ -70,19 +70,19 @@ def heading() -> str:
 
 
 def draw(labels: Path) -> None:
-    """Write pictures of words, and lines in which the word is answered in capital letters."""
+    """Write images of words, and lines in which the word is answered in capital letters."""
     for part, count in SIZES.items():
-        pictures = labels / part / 'pictures'
-        pictures.mkdir(parents=True)
+        images = labels / part / 'images'
+        images.mkdir(parents=True)
         lines = []
         for i in range(count):
             picture = word_picture(part, 7, i)
-            Image.fromarray(picture.image_HWC).save(pictures / f'{i:04}.png')
+            Image.fromarray(picture.image_HWC).save(images / f'{i:04}.png')
             messages = [
                 {'role': 'user', 'content': '<image>Shout it.'},
                 {'role': 'assistant', 'content': picture.answer.upper()},
             ]
-            lines.append(json.dumps({'messages': messages, 'images': [f'pictures/{i:04}.png']}))
+            lines.append(json.dumps({'messages': messages, 'images': [f'images/{i:04}.png']}))
         (labels / part / 'data.jsonl').write_text('\n'.join(lines) + '\n')
 
 

@@ -167,7 +167,7 @@ def test_eval_counts_odd_pictures(trained: Path, mesh: str) -> None:
     done = call('eval', trained / 'run', trained / 'odd', mesh, *PERPLEXITY, '--json', out)
     assert done.exit_code == 0, (done.exception, done.output)
     found = json.loads(out.read_text())['results']['perplexity']
-    assert (found['documents'], found['pictures']) == (7, 6)
+    assert (found['documents'], found['images']) == (7, 6)
     assert np.isfinite(found['loss'])
 
 

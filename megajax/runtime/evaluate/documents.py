@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 class DocumentPerplexity(Perplexity):
     """The perplexity of the tokens that count; `tokens` and `bytes` include only these."""
 
-    pictures: int
+    images: int
 
 
 def are_documents(scorer: Scorer, files: Sequence[str]) -> bool:
@@ -91,7 +91,7 @@ def document_perplexity(
         logger.warning('%s: %s', ', '.join(files), ONLY_SPECIAL)
     return DocumentPerplexity(
         documents=len(documents),
-        pictures=sum(len(document.paths) for document in documents),
+        images=sum(len(document.paths) for document in documents),
         tokens=tokens,
         bytes=num_bytes,
         loss=nll / tokens,

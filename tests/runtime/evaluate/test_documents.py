@@ -64,7 +64,7 @@ def evaluate(config: Config, *files: Path) -> DocumentPerplexity:
 def test_it_is_the_loss_of_training_on_rows_of_one_document(corpus: Path, crossed: bool) -> None:
     of_corpus = config(corpus, crossed=crossed)
     found = evaluate(of_corpus, corpus)
-    assert (found.documents, found.pictures) == (5, 4)
+    assert (found.documents, found.images) == (5, 4)
     nll = tokens = 0.0
     for i, line in enumerate(corpus.read_text().splitlines()):
         one = corpus.with_name(f'{i}.jsonl')
