@@ -17,6 +17,7 @@ from shutil import which
 
 import pytest
 from ordinary_user import as_ordinary_user
+from support import ROOT
 
 from megajax.core.config import ConfigError
 from megajax.runtime.data import Document, read_documents, split_documents
@@ -416,6 +417,17 @@ def test_lines_of_another_form_name_what_is_read(
     with pytest.raises(ConfigError, match='neither "text" nor "messages"') as caught:
         read_documents(str(tmp_path / 'a.jsonl'))
     assert re.search(message if '--' in message else re.escape(message), str(caught.value))
+
+
+def test_the_page_shows_the_error_of_such_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = {'conversations': [{'from': 'human', 'value': 'a'}]}
+    Path('sharegpt.jsonl').write_text(json.dumps(line))
+    with pytest.raises(ConfigError) as caught:
+        read_documents('sharegpt.jsonl')
+    assert f'error: {caught.value}\n' in (ROOT / 'docs/data.md').read_text()
 
 
 @pytest.mark.skipif(which('jq') is None, reason='jq is not installed')
