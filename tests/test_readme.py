@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import inspect
 import math
 import re
 import shlex
@@ -16,6 +17,8 @@ from typing import Any
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from reference import auto_model
+from reference import megatron_by_hand as by_hand
 from support import exhaustive, slow
 from typer.core import TyperCommand
 from typer.main import get_command
@@ -25,6 +28,7 @@ from megajax.core.config import Config, load
 from megajax.core.config.overrides import KEYS
 from megajax.core.counts.parameters import num_parameters
 from megajax.core.hardware.targets import has_compiler
+from megajax.core.model.mlp import MLP
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / 'README.md'
@@ -349,6 +353,15 @@ def test_the_import_is_light() -> None:
     ).split()
     assert float(seconds) < 0.3
     assert imported == 'False'
+
+
+def test_the_source_that_a_notebook_shows_is_that_of_its_functions() -> None:
+    cells = nbformat.read(ROOT / 'notebooks/02_what_xla_inserted.ipynb', as_version=4).cells
+    outputs = [output for cell in cells for output in cell.get('outputs', ())]
+    shown = ''.join(output.get('text', '') for output in outputs)
+    hand = by_hand.f, by_hand.g, by_hand.row_parallel_linear, by_hand.mlp
+    for function in (MLP.update, auto_model.mlp, *hand):
+        assert inspect.getsource(function) in shown, function.__name__
 
 
 IN_CI = '06_pictures'  # the cheapest

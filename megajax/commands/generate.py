@@ -37,9 +37,7 @@ if TYPE_CHECKING:
 
 Run = Annotated[
     Path,
-    typer.Argument(
-        metavar='RUN', help="A run's directory (newest checkpoint), or RUN/STEP."
-    ),
+    typer.Argument(metavar='RUN', help="A run's directory (newest checkpoint), or RUN/STEP."),
 ]
 
 PromptTexts = Annotated[

@@ -70,9 +70,9 @@ def kind(name: str) -> str:
 
 
 def f(x_BRD: jax.Array, sp: bool) -> jax.Array:
-    """Into the column-parallel product.
+    """Enter a column-parallel matmul: identity forward, all-reduce backward.
 
-    Forward nothing, backward all-reduce; with SP all-gather and reduce-scatter.
+    With SP, all-gather forward and reduce-scatter backward.
     """
     if sp:
         return lax.all_gather(x_BRD, 'model', axis=1, tiled=True)
@@ -80,9 +80,9 @@ def f(x_BRD: jax.Array, sp: bool) -> jax.Array:
 
 
 def g(partial_BSD: jax.Array, sp: bool) -> jax.Array:
-    """Out of the row-parallel product.
+    """Leave a row-parallel matmul: all-reduce forward, identity backward.
 
-    Forward all-reduce, backward nothing; with SP reduce-scatter and all-gather.
+    With SP, reduce-scatter forward and all-gather backward.
     """
     if sp:
         return lax.psum_scatter(partial_BSD, 'model', scatter_dimension=1, tiled=True)
@@ -135,16 +135,16 @@ def reduce_gradients(weights: Weights, sp: bool, rung: int = 0) -> Weights:
 
 
 def column_parallel_linear(x_BSD: jax.Array, weight_FD: jax.Array, bias_F: jax.Array) -> jax.Array:
-    """Whole rows in, this device's columns out: Y = [X A_1, X A_2]."""
+    """Multiply all columns of X to this device's columns of Y: Y = [X A_1, X A_2]."""
     return jnp.einsum('bsd,fd->bsf', x_BSD, weight_FD) + bias_F[None, None]
 
 
 def row_parallel_linear(
     x_BSF: jax.Array, weight_DF: jax.Array, bias_D: jax.Array, sp: bool
 ) -> jax.Array:
-    """This device's columns in, a sum over devices out: Y = X_1 A_1 + X_2 A_2.
+    """Multiply this device's columns of X, and sum over devices: Y = X_1 A_1 + X_2 A_2.
 
-    The bias is added once, after that.
+    The bias is added once, after the sum.
     """
     return g(jnp.einsum('bsf,df->bsd', x_BSF, weight_DF), sp) + bias_D[None, None]
 
@@ -157,9 +157,7 @@ def layer_norm(x_BRD: jax.Array, weights: Weights, name: str, eps: float) -> jax
 
 
 def self_attention(x_BSD: jax.Array, weights: Weights, config: ModelConfig, sp: bool) -> jax.Array:
-    """Heads need nothing from one another: attention between the two products is this device's
-    own.
-    """
+    """Return attention's output; between the two matmuls, each device computes its own heads."""
     batch, length, _ = x_BSD.shape
     qkv_BSF = column_parallel_linear(
         x_BSD, weights['linear_qkv.weight'], weights['linear_qkv.bias']
@@ -182,7 +180,7 @@ def self_attention(x_BSD: jax.Array, weights: Weights, config: ModelConfig, sp: 
 
 
 def mlp(x_BSD: jax.Array, weights: Weights, sp: bool) -> jax.Array:
-    """GELU sees whole sums, because the first product is cut by columns: Z = g(GELU(f(X) A) B)."""
+    """Return g(GELU(f(X) A) B); GELU gets complete sums, because A is split by columns."""
     h_BSF = column_parallel_linear(x_BSD, weights['linear_fc1.weight'], weights['linear_fc1.bias'])
     return row_parallel_linear(
         jax.nn.gelu(h_BSF), weights['linear_fc2.weight'], weights['linear_fc2.bias'], sp
