@@ -14,7 +14,7 @@ FROM $BASE
 
 ARG EXTRAS=cuda
 WORKDIR /opt/megajax
-# The dependencies are a layer of their own, which a change of the source leaves as it is.
+# The dependencies have their own layer, so a change of the source does not reinstall them.
 COPY pyproject.toml scripts/constraints.txt ./
 RUN python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
 parts = [project['optional-dependencies'][extra] for extra in '$EXTRAS'.split(',')]; \

@@ -37,7 +37,7 @@ docs:
 	  NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict && echo "site/index.html"; \
 	else echo "mkdocs does not install here: no site"; fi
 
-# The layouts that `megajax plan` advises for H100s, written into the presets that reproduce no paper's mesh.
+# Writes the fastest layout that `megajax plan` finds for H100s into each preset whose mesh is not a paper's.
 presets: $(VENV)/.installed
 	$(BIN)/python scripts/presets.py
 
