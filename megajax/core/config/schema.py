@@ -268,7 +268,7 @@ class RunConfig(Section):
         float | Literal['auto'] | None, BeforeValidator(_check_patience), Unit('seconds')
     ] = 'auto'
     """Time without a finished step after which the process writes all stacks and exits with code
-    124. auto: ten minutes, or ten times the longest step so far.
+    124. auto: the longest of ten minutes, twice the first step, and ten times any later step.
     """
 
 

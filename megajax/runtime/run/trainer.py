@@ -25,7 +25,7 @@ from megajax.runtime.run.sampler import Sampler
 from megajax.runtime.run.step_times import Dispatched, StepTimes, noting_end
 from megajax.runtime.run.stop import StopWatch
 from megajax.runtime.run.watchdog import Watchdog
-from megajax.runtime.run.watchdog_limits import MEASURED
+from megajax.runtime.run.watchdog_limits import step_limit
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +203,7 @@ class Trainer:
         """Count a step whose metrics were read at `end`; return its rates and times."""
         times = self._times.complete(done, end, self._ahead, taken=bool(taken))
         if self.config.run.watchdog_seconds == 'auto':
-            self.watchdog.allow('step', MEASURED * times.total)
+            self.watchdog.allow('step', step_limit(times.total, is_first=done.step == self._first))
         self.step = done.step
         self.summary.reach(done.step)
         if not taken:

@@ -22,7 +22,9 @@ FIRST_STEP = 1800.0
 # A step: no published Megatron-LM run has steps of more than about a minute. On a CPU a step may
 # take longer: see `MEASURED`.
 STEP = 600.0
-MEASURED = 10.0  # a step may take this many times the longest step so far, if that exceeds STEP
+# A step may take this many times the longest step so far, if that exceeds STEP. The first step
+# counts less: it takes longer than the others, because it waits for the last process to compile.
+MEASURED, MEASURED_FIRST = 10.0, 2.0
 # Opening the devices and the run's folder takes 1 to 3 s.
 START = 900.0
 # The corpus: all ids are read once, at up to 1 GB/s; a cluster's file system may be far slower.
@@ -58,6 +60,11 @@ def phase_limits(config: Config, processes: int) -> Mapping[str, float] | None:
     if chosen == 'auto':
         return limits
     return {kind: max(limit, chosen) for kind, limit in limits.items()} | {'step': chosen}
+
+
+def step_limit(seconds: float, *, is_first: bool) -> float:
+    """Return the limit of later steps after a step, or the first step, that took `seconds`."""
+    return (MEASURED_FIRST if is_first else MEASURED) * seconds
 
 
 def make_watchdog(config: Config, folder: Path | None) -> Watchdog:

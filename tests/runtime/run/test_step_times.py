@@ -20,6 +20,7 @@ from megajax.runtime.run.clock import Clock
 from megajax.runtime.run.replay import Replay
 from megajax.runtime.run.run import run
 from megajax.runtime.run.step_times import Dispatched, StepTimes, noting_end
+from megajax.runtime.run.watchdog import Watchdog
 
 
 def train(folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> dict[int, Any]:
@@ -143,6 +144,17 @@ def test_what_is_lost_of_a_repeated_step_is_the_step(monkeypatch: pytest.MonkeyP
     step = Dispatched(1, {}, 0.0, 0.0, 3.0)
     assert StepTimes(clock).complete(step, 4.0, None, taken=False) == pytest.approx((1.0, 0.0))
     assert (clock.seconds('productive'), clock.seconds('replay')) == pytest.approx((1.0, 3.0))
+
+
+def test_the_first_step_which_waits_for_other_processes_hardly_raises_the_limit_of_later_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allowed = list[float]()
+    monkeypatch.setattr(Watchdog, 'allow', lambda _, kind, seconds: allowed.append(seconds))
+    lines = train(tmp_path, monkeypatch, 'checkpoint.every=100')
+    taken = [1e-3 * line['step_ms'] for line in lines.values()]
+    factors = [limit / seconds for limit, seconds in zip(allowed, taken, strict=True)]
+    assert factors == pytest.approx([2.0] + [10.0] * (len(taken) - 1))
 
 
 def test_writing_the_trace_is_no_part_of_a_step(
