@@ -30,6 +30,7 @@ class StopWatch:
         self._deadline = None if max_minutes is None else time.monotonic() + 60 * max_minutes
         self._reason: str | None = None
         self._checks = 0
+        self._is_reached = False  # whether the processes have reached the point that jax chose
         self._patience = Patience()
         self._before: dict[signal.Signals, object] = {}
 
@@ -46,7 +47,7 @@ class StopWatch:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def check(self) -> None:
-        """Raise StopRequested if the run is to stop.
+        """Raise StopRequested if the run is to stop; after that, each further call raises it again.
 
         Each call is a safe point; all processes must call this the same number of times.
         """
@@ -57,11 +58,9 @@ class StopWatch:
         ):
             self._ask('run.max_minutes')
         self._checks += 1
-        if (
-            self._reason
-            if self._alone
-            else multihost_utils.reached_preemption_sync_point(self._checks)
-        ):
+        if not self._alone and not self._is_reached:  # jax answers yes only once
+            self._is_reached = multihost_utils.reached_preemption_sync_point(self._checks)
+        if self._reason if self._alone else self._is_reached:
             drop_lost_outputs()  # again, because the reader may have ended after the signal came
             raise StopRequested(self._reason or 'a signal')
 

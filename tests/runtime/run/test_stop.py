@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -9,6 +11,29 @@ import pytest
 from megajax.core.config import StopRequested
 from megajax.runtime.processes.signals import STOPS
 from megajax.runtime.run.stop import StopWatch
+
+# A process that jax counts as one of several: it finds its safe point through the coordinator.
+OF_SEVERAL = """
+import contextlib, os, signal, socket, time
+import jax
+with socket.create_server(('127.0.0.1', 0)) as free:
+    address = f'127.0.0.1:{free.getsockname()[1]}'
+jax.distributed.initialize(address, 1, 0)
+from megajax.core.config import StopRequested
+from megajax.runtime.run.stop import StopWatch
+with StopWatch(None) as stop:
+    stop.check()
+    os.kill(os.getpid(), signal.SIGTERM)
+    with contextlib.suppress(StopRequested):
+        while True:
+            time.sleep(0.01)
+            stop.check()
+    for _ in range(3):
+        try:
+            stop.check()
+        except StopRequested:
+            print('raised again')
+"""
 
 
 @pytest.mark.parametrize('number', STOPS)
@@ -62,3 +87,11 @@ def test_afterwards_the_handlers_are_those_of_before() -> None:
     with StopWatch(None):
         assert all(signal.getsignal(number) not in before for number in STOPS)
     assert [signal.getsignal(number) for number in STOPS] == before
+
+
+def test_a_safe_point_after_the_one_at_which_the_processes_stop_stops_them_too() -> None:
+    """So a run does not evaluate before it saves, if its last step is due for an evaluation."""
+    done = subprocess.run(
+        [sys.executable, '-c', OF_SEVERAL], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.stdout.splitlines() == ['raised again'] * 3, done.stderr
