@@ -24,7 +24,10 @@ from dataclasses import dataclass
 PAGE = 512
 QUIET = 1.0  # the stacks are complete after this many seconds without a further line
 MAX_SLEEP = 10.0  # maximum seconds between two reads of the page
-TAIL = 1 << 20  # number of bytes at the end of the log in which to look for lines about this stall
+# Number of bytes in which to look for lines about a stall, before and after the size that the log
+# had at half of the limit. At the limit, the stacks of all processes follow.
+NEAR = 1 << 20
+MAX_NAMES = 3  # maximum number of processes behind that a line names
 NO_PROGRESS = 'watchdog: no progress for'  # the start of the line that precedes the stacks
 HINT = 'run.watchdog_seconds sets the limit of a step, null turns the watchdog off'
 # This process must live as long as the run.
@@ -68,13 +71,17 @@ def report(shared: int, stacks: int, pid: int, log: str) -> None:
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     who, told = f'pid {pid} on host {platform.node()}', -1
-    start = os.path.getsize(log) if os.path.exists(log) else 0  # this run's lines begin here
+    start = _size(log)  # this run's lines begin here
+    near = [start]  # the byte at which to look for lines about the newest stall is the last one
+
+    def tell_half(place: Place) -> None:
+        near.append(max(_size(log) - NEAR, start))
+        _tell_half(shared, place, who, log, near[-1])
+
     while not select.select([stacks], [], [], _until_half(place := _place(shared), told))[0]:
         if place == _place(shared) and place.beat != told and _age(place) >= place.limit / 2:
             told = place.beat
-            threading.Thread(
-                target=_tell_half, args=(shared, place, who, log, start), daemon=True
-            ).start()
+            threading.Thread(target=tell_half, args=(place,), daemon=True).start()
     text = os.read(stacks, mmap.PAGESIZE)
     if not text:
         return
@@ -82,7 +89,7 @@ def report(shared: int, stacks: int, pid: int, log: str) -> None:
     while select.select([stacks], [], [], QUIET)[0] and (more := os.read(stacks, mmap.PAGESIZE)):
         text += more
     line = f'{NO_PROGRESS} {place.limit:g} s in phase {place.phase!r}: {who} exits at {_now()}'
-    waited = _waited_for(place, log, start)
+    waited = _waited_for(place, log, near[-1])
     head = [line + (f'; {waited}' if waited else '') + '; its stacks:', HINT]
     text = '\n'.join(head).encode() + b'\n' + text
     # In parallel, because the run may be waiting for the file system or for the reader of stderr.
@@ -96,7 +103,7 @@ def _until_half(place: Place, told: int) -> float:
     return min(MAX_SLEEP, place.limit / 10, max(place.limit / 2 - _age(place), 0.01))
 
 
-def _tell_half(shared: int, place: Place, who: str, log: str, start: int) -> None:
+def _tell_half(shared: int, place: Place, who: str, log: str, near: int) -> None:
     """Warn in the log; the first process also warns on the terminal, after the others."""
     line = f'process {place.index} of {place.count} ({who}) has been in phase {place.phase!r}'
     line += f' for {place.limit / 2:g} s and ends at {place.limit:g} s'
@@ -104,19 +111,19 @@ def _tell_half(shared: int, place: Place, who: str, log: str, start: int) -> Non
     if place.index == 0:
         time.sleep(min(place.limit / 10, MAX_SLEEP) if place.count > 1 else 0)
         if place == _place(shared):
-            waited = _waited_for(place, log, start)
+            waited = _waited_for(place, log, near)
             _say(f'watchdog: {line}{f"; {waited}" if waited else ""}\n'.encode())
 
 
-def _waited_for(place: Place, log: str, start: int) -> str:
-    """Return the processes that are behind, by the log from byte `start` on; '' if none is.
+def _waited_for(place: Place, log: str, near: int) -> str:
+    """Return the processes that are behind, by the log from byte `near` on; '' if none is.
 
     The times in the log are not compared, because a host's clock may be wrong.
     """
     try:
         with open(log, 'rb') as file:
-            file.seek(max(os.fstat(file.fileno()).st_size - TAIL, start))
-            text = file.read().decode(errors='replace')
+            file.seek(near)
+            text = file.read(2 * NEAR).decode(errors='replace')
     except OSError:
         return ''
     latest = {
@@ -128,7 +135,8 @@ def _waited_for(place: Place, log: str, start: int) -> str:
     if behind == max(beat for beat, _ in latest.values()):
         return ''
     names = [name for beat, name in latest.values() if beat == behind and name]
-    return f'the others wait for {", ".join(names)}' if names else ''
+    more = f', and {len(names) - MAX_NAMES} others' if len(names) > MAX_NAMES else ''
+    return f'the others wait for {", ".join(names[:MAX_NAMES])}{more}' if names else ''
 
 
 def _place(shared: int) -> Place:
@@ -136,6 +144,10 @@ def _place(shared: int) -> Place:
     while page != (page := os.pread(shared, PAGE, 0)):  # the run was writing the page
         pass
     return decode(page)
+
+
+def _size(log: str) -> int:
+    return os.path.getsize(log) if os.path.exists(log) else 0
 
 
 def _age(place: Place) -> float:

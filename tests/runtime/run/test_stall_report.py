@@ -1,6 +1,9 @@
 """A stall is told once, with the processes for which the others wait."""
 
 import os
+import re
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -8,6 +11,7 @@ import pytest
 from megajax.runtime.run import stall_report
 from megajax.runtime.run.stall_report import (
     MAX_SLEEP,
+    NEAR,
     Place,
     _tell_half,
     _until_half,
@@ -19,6 +23,11 @@ from megajax.runtime.run.stall_report import (
 def place(**changes: object) -> Place:
     given = {'limit': 8.0, 'beat': 5, 'since': 100.0, 'index': 0, 'count': 3, 'phase': 'step 7'}
     return Place(**(given | changes))
+
+
+def half(index: int, beat: int, count: int = 3) -> str:
+    who = f'process {index} of {count} (pid {index} on host h) has been in phase'
+    return f"watchdog: now {who} 'step {beat}' for 4 s and ends at 8 s [beat {beat}]\n"
 
 
 def test_a_page_has_a_fixed_size_and_comes_back():
@@ -59,11 +68,6 @@ def test_process_0_tells_the_terminal_after_the_others_have_written(
 
 def test_the_processes_behind_are_named_from_the_lines_of_this_run(tmp_path: Path):
     log = tmp_path / 'log.txt'
-
-    def half(index: int, beat: int) -> str:
-        who = f'process {index} of 3 (pid {index} on host h) has been in phase'
-        return f"watchdog: now {who} 'step {beat}' for 4 s and ends at 8 s [beat {beat}]\n"
-
     before = half(1, 2)
     log.write_text(before + half(1, 4) + half(2, 5))
     start, behind = len(before), 'the others wait for process 1 (pid 1 on host h), which is in'
@@ -73,3 +77,36 @@ def test_the_processes_behind_are_named_from_the_lines_of_this_run(tmp_path: Pat
     log.write_text(half(1, 5) + half(2, 5))
     assert _waited_for(place(), str(log), 0) == ''
     assert _waited_for(place(), str(tmp_path / 'none'), 0) == ''
+
+
+def test_at_the_limit_the_stacks_of_others_hide_no_process_that_is_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log has grown by the stacks of many processes when the last one reports its own."""
+    log, page, said = tmp_path / 'log.txt', tmp_path / 'page', []
+    log.write_text('an earlier run\n' * (NEAR // 10))
+    here = place(index=3, count=512, limit=0.4, since=time.monotonic())
+    page.write_bytes(here.encode())
+    monkeypatch.setattr(stall_report, '_say', said.append)
+    monkeypatch.setattr(stall_report, 'QUIET', 0.1)
+    shared, (stacks, pipe) = os.open(page, os.O_RDONLY), os.pipe()
+    reporter = threading.Thread(target=stall_report.report, args=(shared, stacks, 3, str(log)))
+    monkeypatch.setattr('signal.signal', lambda *_: None)  # only in a main thread
+    reporter.start()
+    while '[beat 5]' not in log.read_text():
+        time.sleep(0.01)
+    with log.open('a') as file:
+        file.write(half(7, 4, 512) + 'a stack of another process\n' * (NEAR // 10))
+    os.write(pipe, b'stacks of this process\n')
+    reporter.join()
+    assert b'the others wait for process 7 (pid 7 on host h), which is in' in b''.join(said)
+    for file in (shared, stacks, pipe):
+        os.close(file)
+
+
+def test_of_many_processes_that_are_behind_three_are_named(tmp_path: Path) -> None:
+    log = tmp_path / 'log.txt'
+    log.write_text(''.join(half(index, 4 if index < 300 else 5, 512) for index in range(512)))
+    waited = _waited_for(place(index=400, count=512), str(log), 0)
+    assert re.findall(r'process (\d+)', waited) == ['0', '1', '2']
+    assert waited.endswith("which is in phase 'step 4', and 297 others")
