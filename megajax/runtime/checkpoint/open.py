@@ -112,11 +112,16 @@ def restore_params(folder: Path, config: Config) -> nnx.State:
     ConfigError if the folder contains different parameters, and CheckpointError if they cannot be
     restored.
     """
-    there = read_record(folder).config.get('lora')
+    record = read_record(folder).config
+    there = record.get('lora')
     if there is None and config.lora is not None:
         return nnx.merge_state(_restore(folder, config, with_adapters=False), _adapters(config))
     if there is not None and config.lora is None:
-        saved = config.model_copy(update={'lora': LoraConfig.model_validate(there)})
+        # Frozen weights have the dtype of the run that saved them, and are merged in fp32.
+        dtype = record['train']['dtype']
+        train = config.train.model_copy(update={'dtype': dtype})
+        lora = LoraConfig.model_validate(there)
+        saved = config.model_copy(update={'train': train, 'lora': lora})
         params = _restore(folder, saved)
         return jax.jit(lambda params: between_steps(merged(params, saved), config))(params)
     return _restore(folder, config)

@@ -131,6 +131,15 @@ def test_a_model_without_adapters_has_them_added_to_its_weights(tuned: Path, sha
     assert_close(actual, expected, 1e-6)
 
 
+def test_the_dtype_of_a_new_run_does_not_round_the_saved_weights(tmp_path: Path) -> None:
+    saved = adapted(train={'dtype': 'float32'})
+    tuned = save(tmp_path / 'tuned', saved, 3)
+    begun = read(tuned, tiny(**IN_BF16))
+    assert_close(begun, merged(read(tuned, saved)), 1e-6)
+    for name, x in read(tuned, tiny()).items():
+        np.testing.assert_array_equal(begun[name], x, err_msg=name)
+
+
 def test_a_model_that_is_opened_or_generates_has_them_added(tuned: Path) -> None:
     expected = merged(read(tuned, adapted()))
     opened = open_model(tuned, ['train.dtype=float32'])
