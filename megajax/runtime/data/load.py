@@ -149,6 +149,13 @@ def _load_pairs(config: Config, prefixes: Sequence[str]) -> Data:
 
 def _load_image_text(config: Config, template: Template | None) -> Data:
     data, train = config.data, config.train
+    if config.model.is_bert:
+        reads = f'model.objective={config.model.objective} reads text, not chats'
+        if data.chat_template is not None:
+            raise mistake('data.chat_template', f'{reads}; remove it', 'model.objective')
+        fix = 'give text, or use model.objective=next_token'
+        message = f'{data.corpus} has messages, and {reads}; {fix}'
+        raise mistake('data.corpus', message, 'model.objective')
     if data.order == 'megatron':
         message = 'megatron cuts sequences from a token stream, but these documents are not split'
         raise mistake('data.order', f'{message}; use stateless', 'data.corpus')

@@ -278,3 +278,28 @@ def test_a_tokenizer_without_them_is_refused_by_name(tmp_path: Path) -> None:
     ) as error:
         load(bert(tmp_path / 'text', tokenizer=str(file)))
     assert error.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ('row', 'template', 'message'),
+    [
+        (
+            {'messages': [{'role': 'user', 'content': TEXT}]},
+            None,
+            r'data.corpus: .* has messages, and model.objective=masked_lm reads text, not chats',
+        ),
+        (
+            {'text': TEXT},
+            'chat.jinja',
+            r'data.chat_template: model.objective=masked_lm reads text, .*; remove it',
+        ),
+    ],
+)
+def test_chats_are_refused(
+    tmp_path: Path, row: dict[str, object], template: str | None, message: str
+) -> None:
+    corpus = tmp_path / 'chats.jsonl'
+    corpus.write_text(f'{json.dumps(row)}\n' * 40)
+    data = {'corpus': str(corpus), 'tokenizer': 'bytes', 'chat_template': template}
+    with pytest.raises(ConfigError, match=message):
+        load(make_config('bert', model={'vocab_size': 300}, data=data))
