@@ -18,6 +18,7 @@ from megajax.core.config.overrides import typed_override
 from megajax.core.parallel.layer_order import without_known_order
 from megajax.core.train.optimizer import make_schedule
 from megajax.runtime.checkpoint import old_names
+from megajax.runtime.checkpoint.kept_weights import model_differences
 from megajax.runtime.checkpoint.orbax_manager import gb_to_read
 from megajax.runtime.checkpoint.record import (
     AT_THE_START,
@@ -25,14 +26,12 @@ from megajax.runtime.checkpoint.record import (
     TOKENIZER,
     Record,
     changed_corpora,
-    config_differences,
     has_other_tokenizer,
     is_fixed,
     other_differences,
     version_differences,
 )
 
-OF_LEARNED = 'vision.freeze', 'lora.', 'optim.kind'  # keys that decide what an optimizer stores
 BLOCK = 1 << 24  # number of elements compared at a time
 SHOWN = 3  # maximum number of arrays named in an error
 RECENT = 'recent'  # amax history of fp8, which is measured again if it is missing
@@ -48,23 +47,22 @@ Rename = Callable[[Any], Any]
 def check_same_model(path: Path, there: Record, here: Record, *, is_import: bool) -> None:
     """Raise ConfigError if a resumed run changes model, optimizer, dtype or tokenizer.
 
-    The error names every difference. `vision.freeze` and `optim.kind` decide which arrays have
-    moments, so they may differ from an import, which has no moments; adapters may also be added to
-    an import.
+    The error names every difference. An import has only weights, so the keys that a run with
+    `run.start_from` may change may also differ from an import.
     """
-    keys = {
-        key: pair
-        for key, pair in config_differences(there, here).items()
-        if is_fixed(key, *pair) and not (is_import and key.startswith(OF_LEARNED))
-    }
+    free, keys = model_differences(there, here)
+    if not is_import:
+        keys |= {key: pair for key, pair in free.items() if is_fixed(key, *pair)}
+    keys = dict(sorted(keys.items()))
     different = [f'{key} {a} there, {b} here' for key, (a, b) in keys.items()]
     if has_other_tokenizer(there, here):
         different.append(f'tokenizer {there.tokenizer_sha256} there, {here.tokenizer_sha256} here')
     if different:
         fix = 'change these back, or choose another run.dir'
-        if all(line.startswith(OF_LEARNED) for line in different):
-            changes = any(key.startswith('lora.') and None not in keys[key] for key in keys)
-            fix = f'change it back, or {_with_its_weights(path.parent.parent, merges=changes)}'
+        changed = [key for key in keys if key.startswith('lora.') and None not in keys[key]]
+        if len(different) == len(keys) and keys.keys() <= {*free, *changed}:
+            back = 'change it back' if len(keys) == 1 else 'change these back'
+            fix = f'{back}, or {_with_its_weights(path.parent.parent, merges=bool(changed))}'
         elif all(line.startswith('tokenizer ') for line in different):
             override = typed_override('data.tokenizer', path / TOKENIZER)
             fix = f'set {override}, or choose another run.dir'
@@ -97,7 +95,10 @@ def check_same_data(path: Path, there: Record, here: Record) -> None:
 def log_differences(there: Record, here: Record, *, is_import: bool) -> None:
     """Log the permitted changes of a resumed run, and changes that no longer have an effect."""
     without_effect = {START_FROM} if is_import else AT_THE_START
-    for key, (old, new) in other_differences(there, here).items():
+    different = other_differences(there, here)
+    if is_import:
+        different |= model_differences(there, here)[0]
+    for key, (old, new) in different.items():
         effect = (
             ', without effect: this run has begun; choose another run.dir for it'
             if key in without_effect

@@ -25,6 +25,7 @@ VALIDATION = 'validation_loss.json'
 PACKAGES = ('megajax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy')
 # Keys that change the arrays, or the numbers computed from them.
 FIXED = ('model.', 'vision.', 'relevance.', 'lora.', 'train.dtype', 'optim.kind')
+EXPERTS = 'model.experts'
 # Keys that only change how many images, patches and tokens of images a batch has.
 OF_ROWS = (
     'vision.images',
@@ -185,9 +186,14 @@ def is_fixed(key: str, there: Any, here: Any) -> bool:
 def config_differences(there: Record, here: Record) -> dict[str, tuple[Any, Any]]:
     """Return the config keys whose values differ, with both values.
 
-    If a key is missing in one record, its default is compared.
+    If a key is missing in one record, its default is compared. If both models have experts, these
+    differ in keys of their own.
     """
-    return differences(_with_defaults(there.config), _with_defaults(here.config))
+    different = differences(_with_defaults(there.config), _with_defaults(here.config))
+    if all(isinstance(experts, dict) for experts in different.get(EXPERTS, (None,))):
+        pair = different.pop(EXPERTS)
+        different |= differences(*({EXPERTS: experts} for experts in pair))
+    return different
 
 
 def other_differences(there: Record, here: Record) -> dict[str, tuple[Any, Any]]:

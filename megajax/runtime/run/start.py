@@ -3,7 +3,7 @@
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,39 +13,19 @@ from flax import nnx
 
 from megajax.base.render.text import typed
 from megajax.core.config import CheckpointError, Config, ConfigError, Problem, RunError, mistake
-from megajax.core.config.differences import differences
-from megajax.core.config.experts import OF_ROUTING
 from megajax.core.config.overrides import typed_override
 from megajax.core.parallel.mesh import check_current_mesh
 from megajax.runtime.checkpoint.digests import SUMS, find_steps, is_step_name, sound_checkpoint
+from megajax.runtime.checkpoint.kept_weights import model_differences
 from megajax.runtime.checkpoint.open import restore_params
-from megajax.runtime.checkpoint.record import (
-    FAMILY,
-    OF_ROWS,
-    START_FROM,
-    config_differences,
-    make_record,
-    read_record,
-)
+from megajax.runtime.checkpoint.record import FAMILY, START_FROM, make_record, read_record
 from megajax.runtime.data.text.tokenizer import Tokenizer, load_tokenizer
 from megajax.runtime.data.token_pairs import manifest_of, prefixes_of
 from megajax.runtime.processes.consensus import from_first, local_time
 from megajax.runtime.run.infer_config import NO_FILES, candidates_of_start, tokenizer_of
 
-EXPERTS = 'model.experts'
-# Keys that do not change the meaning of the weights.
-HARMLESS = (
-    'model.dropout',
-    'model.attention_dropout',
-    'model.init_std',
-    'vision.freeze',
-    *OF_ROWS,
-    *(f'{EXPERTS}.{key}' for key in OF_ROUTING),
-)
 # The parts of a model that a run cannot add, by section.
 OF_IMAGES = {'vision': 'encoder of images', 'relevance': 'scorers of regions'}
-# Keys of a model with rotary positions that change when the context is lengthened.
-ROTARY = ('max_seq_len', 'rope_theta', 'rope_scaling')
 
 logger = logging.getLogger(__name__)
 
@@ -135,12 +115,6 @@ def _check_same_model(
     start: Path, config: Config, source: str = f'the checkpoint of {START_FROM}'
 ) -> None:
     there = read_record(start)
-    here = make_record(config, there.step)
-    different = config_differences(there, here)
-    longer = {*_lengthened(different, here.config['model'])}
-    if None not in (pair := different.get(EXPERTS, (None, None))):
-        del different[EXPERTS]
-        different |= differences(*({EXPERTS: experts} for experts in pair))
     for section, part in OF_IMAGES.items():
         if getattr(config, section) is not None and there.config.get(section) is None:
             message = (
@@ -148,56 +122,16 @@ def _check_same_model(
                 f'{section}'
             )
             raise mistake(section, message, START_FROM)
+    free, others = model_differences(there, make_record(config, there.step))
+    for key, (old, new) in free.items():
+        logger.info('start      %s: %s -> %s', key, _text(old), _text(new))
     problems = []
-    for key, (old, new) in different.items():
-        # Adapters that only the checkpoint has are merged into its weights; adapters that only the
-        # run has are new.
-        is_free = key in HARMLESS or (key.startswith('lora.') and None in (old, new))
-        if is_free or key in longer:
-            logger.info('start      %s: %s -> %s', key, _text(old), _text(new))
-        elif key.startswith(('model.', 'vision.', 'relevance.', 'lora.')):
-            fix = typed(f'{key}={_text(old)}')
-            message = f'{_text(new)}, but {_text(old)} in {start}, {source}; set {fix}'
-            problems.append(Problem(key, message))
+    for key, (old, new) in others.items():
+        fix = typed(f'{key}={_text(old)}')
+        message = f'{_text(new)}, but {_text(old)} in {start}, {source}; set {fix}'
+        problems.append(Problem(key, message))
     if problems:
         raise ConfigError(*problems)
-
-
-def _lengthened(
-    different: Mapping[str, tuple[Any, Any]], model: Mapping[str, Any]
-) -> Iterator[str]:
-    """Yield the keys of a model whose differences only lengthen its context.
-
-    A shorter `max_seq_len` is one of them: it does not change the weights' meaning. A rotary key
-    that moves in the other direction does, as if the weights' own scaling were forgotten.
-    """
-    pairs = {key: different.get(f'model.{key}', (model[key], model[key])) for key in ROTARY}
-    if model['position'] in ('rope', 'mrope'):
-        yield from (f'model.{key}' for key, pair in pairs.items() if _lengthens(key, *pair))
-    old, new = different.get('model.layers', ((), ()))
-    if _without_rotary(old) == _without_rotary(new) and all(
-        _lengthens(key, before.get(key, pairs[key][0]), after.get(key, pairs[key][1]))
-        for before, after in zip(old, new, strict=True)
-        for key in ROTARY
-    ):
-        yield 'model.layers'
-
-
-def _lengthens(key: str, old: Any, new: Any) -> bool:
-    """Whether a rotary key keeps its value, or changes as it does for a longer context."""
-    if old == new or key == 'max_seq_len':
-        return True
-    if key == 'rope_theta':
-        return bool(new > old)
-    if old is None or new is None:  # of rope_scaling
-        return old is None
-    grows = {'factor', 'attention_factor'}  # the second follows from the first
-    is_same = all(new.get(name) == x for name, x in old.items() if name not in grows)
-    return is_same and new['factor'] > old['factor']
-
-
-def _without_rotary(layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: x for k, x in layer.items() if k not in ROTARY} for layer in layers]
 
 
 def _check_corpus(start: Path, config: Config) -> None:

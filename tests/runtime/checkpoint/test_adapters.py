@@ -182,12 +182,12 @@ def test_a_run_cannot_change_them_and_another_run_only_have_them_added(
             begin(adapted().model_copy(update={'lora': LoraConfig(rank=8, alpha=6.0)}), tuned)
         with (
             Checkpoints(tuned.parent, tiny(**IN_BF16)) as checkpoints,
-            pytest.raises(ConfigError, match=rf'lora.rank 4 .*: change it back, or {NEW}$'),
+            pytest.raises(ConfigError, match=rf'lora.rank 4 .*: change these back, or {NEW}$'),
         ):
             checkpoints.restore(3)
         with (
             Checkpoints(base.parent, adapted(train={'dtype': 'float32'})) as checkpoints,
-            pytest.raises(ConfigError, match=rf'lora.rank None .*: change it back, or {NEW}$'),
+            pytest.raises(ConfigError, match=rf'lora.rank None .*: change these back, or {NEW}$'),
         ):
             checkpoints.restore(3)
 
@@ -205,7 +205,7 @@ def test_a_run_that_would_change_them_is_told_to_merge_them_first(
         pytest.raises(ConfigError) as error,
     ):
         checkpoints.restore(3)
-    fix = str(error.value).rpartition('change it back, or ')[2]
+    fix = str(error.value).rpartition(' back, or ')[2]
     merge = f'megajax export hf {tuned.parent.parent} MERGED, megajax import hf MERGED BASE'
     assert fix.startswith(f'merge its adapters and begin a new run with others: {merge}, ')
 
