@@ -64,6 +64,7 @@ def incompatibilities(
         _loss_scale,
         unused_rules.of_training,
         unused_rules.of_vision,
+        unused_rules.of_data,
         _optimizer,
         _profile,
         _replay,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megajax.base.errors import Problem
 from megajax.base.render.text import shorten
 from megajax.core.config.section import Section
+from megajax.core.config.vision import DRAWN
 
 if TYPE_CHECKING:
     from megajax.core.config.optim import OptimConfig
@@ -145,6 +146,14 @@ def of_vision(config: 'Config') -> Iterator[Problem]:
             'adapters; remove it, or remove lora'
         )
         yield Unused('vision.freeze', message, others=('lora',))
+
+
+def of_data(config: 'Config') -> Iterator[Problem]:
+    """Check that keys of a corpus of files have an effect."""
+    data = config.data
+    if data.corpus in DRAWN:
+        for name in ('split', 'order', 'chat_template', 'ignored_keys'):
+            yield from _unused(data, f'data.{name}', f'data.corpus={data.corpus}')
 
 
 def _unused(

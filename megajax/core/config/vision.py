@@ -23,6 +23,7 @@ from megajax.core.config.section import (
 Part = Literal['encoder', 'merger', 'decoder']
 TEXTURE_CHANNELS = 13  # per pixel or region (`core/model/arr_coc/texture.py`)
 FINEST = 20  # units along each side of a region at its finest level, so at most 400 tokens
+DRAWN = 'words', 'lines'  # values of `data.corpus` for images that are drawn during training
 
 
 def _rows_and_columns(value: Any) -> Any:

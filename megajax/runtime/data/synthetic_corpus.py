@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from megajax.core.config import Config, mistake
 from megajax.core.config.overlap_rules import length_multiple
-from megajax.core.config.vision import FINEST
+from megajax.core.config.vision import DRAWN, FINEST
 from megajax.runtime.data.corpus_tokenizer import check_image_token
 from megajax.runtime.data.image_rows import RowShape
 from megajax.runtime.data.patches import PatchSize
@@ -21,10 +21,12 @@ from megajax.runtime.data.synthetic_images import (
     word_picture,
     words,
 )
-from megajax.runtime.data.text.tokenizer import Tokenizer, make_tokenizer
+from megajax.runtime.data.text.tokenizer import Tokenizer, load_tokenizer, make_tokenizer
 
 # Values of `data.corpus`: images of one word, or of four words, one of which is asked for.
-PICTURES: dict[str, Callable[..., Picture]] = {'words': word_picture, 'lines': lines_picture}
+PICTURES: dict[str, Callable[..., Picture]] = dict(
+    zip(DRAWN, (word_picture, lines_picture), strict=True)
+)
 NO_TOKEN = -1
 
 
@@ -41,10 +43,12 @@ class Drawn(NamedTuple):
 def draw_pictures(config: Config) -> Drawn:
     """Return the images that `data.corpus` names.
 
-    Raises ConfigError for a model without a vision encoder, and if a sequence is too short.
+    Raises ConfigError for a model without a vision encoder, for a different tokenizer, and if a
+    sequence is too short.
     """
     draw, seed, shape = _drawing(config), config.train.seed, row_shape(config)
-    tokenizer = make_tokenizer('bytes', config.model.vocab_size, special=(IMAGE,))
+    tokenizer = drawn_tokenizer(config)
+    _check_tokenizer(config, tokenizer)
     make = partial(
         PictureBatches, shape=shape, tokenizer=tokenizer, batch_size=config.train.batch_size
     )
@@ -62,6 +66,21 @@ def draw_pictures(config: Config) -> Drawn:
         f'images of {len(known):,} words to train on, of {NUM_HELD_OUT} others to validate',
         hashlib.sha256('\n'.join(known).encode()).hexdigest(),
     )
+
+
+def drawn_tokenizer(config: Config) -> Tokenizer:
+    """Return the tokenizer of the questions and answers about images that are drawn."""
+    return make_tokenizer('bytes', config.model.vocab_size, special=(IMAGE,))
+
+
+def _check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
+    """Raise ConfigError if `data.tokenizer` is not the tokenizer of images that are drawn."""
+    spec = config.data.tokenizer
+    if spec in ('auto', 'bytes'):
+        return
+    if spec in ('bpe', 'none') or load_tokenizer(spec).fingerprint != tokenizer.fingerprint:
+        message = f'{spec} is not the tokenizer of data.corpus={config.data.corpus}; use bytes'
+        raise mistake('data.tokenizer', message, 'data.corpus')
 
 
 def _drawing(config: Config) -> Callable[..., Picture]:

@@ -19,6 +19,7 @@ from megajax.runtime.checkpoint.digests import SUMS, find_steps, is_step_name, s
 from megajax.runtime.checkpoint.kept_weights import model_differences
 from megajax.runtime.checkpoint.open import restore_params
 from megajax.runtime.checkpoint.record import FAMILY, START_FROM, make_record, read_record
+from megajax.runtime.data.synthetic_corpus import PICTURES, drawn_tokenizer
 from megajax.runtime.data.text.tokenizer import Tokenizer, load_tokenizer
 from megajax.runtime.data.token_pairs import manifest_of, prefixes_of
 from megajax.runtime.processes.consensus import from_first, local_time
@@ -140,6 +141,15 @@ def _check_corpus(start: Path, config: Config) -> None:
     The weights' vocabulary is fixed, so a corpus from a different tokenizer must be built again.
     """
     there = read_record(start).tokenizer_sha256
+    if config.data.corpus in PICTURES:
+        if there and drawn_tokenizer(config).fingerprint != there:
+            message = (
+                f'{config.data.corpus} are images with a text of bytes, but the weights of {start} '
+                'were trained with the ids of a different tokenizer; train on JSON lines with '
+                'images, data.corpus=FILE.jsonl'
+            )
+            raise mistake('data.corpus', message, START_FROM)
+        return
     for prefix in prefixes_of(config):
         if manifest := manifest_of(config, prefix):
             path = manifest.tokenizer_path

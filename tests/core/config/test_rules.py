@@ -267,6 +267,18 @@ def problems(*overrides: str, base: str = BASE) -> list[Problem]:
             'model.mrope_section=[24,20,20]',
         ),
         (
+            'data.corpus=words data.order=megatron',
+            'data.order',
+            'megatron has no effect with data.corpus=words; remove it',
+            'data.order=stateless',
+        ),
+        (
+            'data.corpus=lines data.split=9,1,0',
+            'data.split',
+            '9,1,0 has no effect with data.corpus=lines; remove it',
+            'data.split=95,5,0',
+        ),
+        (
             'optim.schedule=inverse_sqrt optim.warmup_steps=0',
             'optim.warmup_steps',
             'use for example 100',

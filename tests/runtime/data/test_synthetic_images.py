@@ -8,10 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from megajax.core.config import ConfigError, load
 from megajax.runtime.data.image_rows import RowShape
 from megajax.runtime.data.ocr_sheet import MISSING, compared, marked, write_sheet
 from megajax.runtime.data.patches import PatchSize
 from megajax.runtime.data.synthetic_batches import PictureBatches
+from megajax.runtime.data.synthetic_corpus import draw_pictures
 from megajax.runtime.data.synthetic_images import (
     MARKS,
     NUM_HELD_OUT,
@@ -173,3 +175,14 @@ def test_a_sheet_shows_pictures_and_wrong_letters_in_red(tmp_path: Path) -> None
         is_red = (sheet[..., 0] > 150) & (sheet[..., 1] < 50)
         red[name] = [bool(is_red[i * third : (i + 1) * third].any()) for i in range(3)]
     assert red == {'right': [False] * 3, 'wrong': [False, False, True]}
+
+
+def test_the_tokenizer_of_drawn_images_is_used_and_another_is_refused(tmp_path: Path) -> None:
+    for name, tokenizer in (('own', TOKENIZER), ('other', byte_tokenizer())):
+        tokenizer.save(tmp_path / f'{name}.json')
+    draw_pictures(load('tiny_vlm', [f'data.tokenizer={tmp_path}/own.json']))
+    for spec in ('bpe', 'none', f'{tmp_path}/other.json'):
+        with pytest.raises(
+            ConfigError, match=f'{spec} is not the tokenizer of data.corpus=words; use bytes'
+        ):
+            draw_pictures(load('tiny_vlm', [f'data.tokenizer={spec}']))

@@ -25,6 +25,7 @@ from megajax.runtime.checkpoint.checkpoints import Checkpoints
 from megajax.runtime.checkpoint.open import restore_params
 from megajax.runtime.checkpoint.record import read_record
 from megajax.runtime.data import load_data
+from megajax.runtime.data.synthetic_corpus import drawn_tokenizer
 from megajax.runtime.data.text.tokenizer import byte_tokenizer, train_bpe
 from megajax.runtime.run.chat_template import read_corpus
 from megajax.runtime.run.infer_config import config_of_overrides, with_own_tokenizer
@@ -322,6 +323,27 @@ def test_weights_are_not_given_the_ids_of_another_tokenizer(source: Path) -> Non
         ),
     ):
         check_tokenizer(checkpoint, other)
+
+
+def test_drawn_images_begin_with_weights_of_their_own_tokenizer_and_no_other(
+    tmp_path: Path,
+) -> None:
+    old = vlm()
+    other = train_bpe(['one two three one two three'], 300)
+    for name, tokenizer in (('own', drawn_tokenizer(old)), ('other', other)):
+        folder = tmp_path / name / 'checkpoints'
+        with on_mesh(old), Checkpoints(folder, old, tokenizer=tokenizer) as checkpoints:
+            checkpoints.save(make_state(old, 1), 1)
+
+    def starting_from(name: str) -> Config:
+        run = {'start_from': str(tmp_path / name)}
+        return vlm(run=run, data={'corpus': 'words', 'tokenizer': 'bytes'})
+
+    assert find_start(starting_from('own'), tmp_path / 'new')
+    with pytest.raises(
+        ConfigError, match=r'^data.corpus: words are images .*; train on .* data.corpus=FILE.jsonl$'
+    ):
+        find_start(starting_from('other'), tmp_path / 'new')
 
 
 def test_each_record_says_where_the_weights_came_from_and_changing_it_later_is_told(
