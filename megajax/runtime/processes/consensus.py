@@ -85,18 +85,17 @@ class SaveBarrier:
         client = multihost.get_jax_distributed_client()
         while True:
             self.round, me = self.round + 1, jax.process_index()
-            client.key_value_set(self._name(self.round, me), key)
+            client.key_value_set(f'{self._folder(self.round)}{me}', key)
             client.wait_at_barrier(f'megajax_save_{self.round}', timeout_ms)
-            names = (self._name(self.round, process) for process in range(jax.process_count()))
-            keys = {client.blocking_key_value_get(name, timeout_ms) for name in names}
+            keys = {value for _, value in client.key_value_dir_get(self._folder(self.round))}
             if self.round > 1:
-                # All processes have read the key of the last round; otherwise they would not be in
+                # All processes have read the keys of the last round; otherwise they would not be in
                 # this round.
-                client.key_value_delete(self._name(self.round - 1, me))
+                client.key_value_delete(f'{self._folder(self.round - 1)}{me}')
             if keys == {key}:
                 return
             if self.END not in key:
                 raise RuntimeError('another process could not write its part')
 
-    def _name(self, number: int, process: int) -> str:
-        return f'megajax_save_{number}/{process}'
+    def _folder(self, number: int) -> str:
+        return f'megajax_save_{number}/'

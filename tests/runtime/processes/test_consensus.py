@@ -1,14 +1,108 @@
 """What the processes of a run agree on."""
 
+import socket
+import threading
 import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 from checkpoints import tiny
+from jax._src.lib import _jax
 from jax.experimental import multihost_utils
+from orbax.checkpoint import multihost
 
+from megajax.runtime.processes.consensus import SaveBarrier
 from megajax.runtime.run.start import run_folder
+
+PROCESSES = 8
+
+
+class Counting:
+    """A client of the coordinator, and the number of its calls."""
+
+    def __init__(self, client: Any):
+        self.client, self.calls = client, Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls[name] += 1
+        return getattr(self.client, name)
+
+
+@contextmanager
+def in_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, list[Counting]]]:
+    """Map a function over processes that are threads with real clients of one real coordinator."""
+    with socket.create_server(('127.0.0.1', 0)) as server:
+        address = f'127.0.0.1:{server.getsockname()[1]}'
+    service = _jax.get_distributed_runtime_service(address, PROCESSES)
+    clients = [
+        Counting(_jax.get_distributed_runtime_client(address, index, init_timeout=60))
+        for index in range(PROCESSES)
+    ]
+    own = threading.local()
+    monkeypatch.setattr(jax, 'process_count', lambda: PROCESSES)
+    monkeypatch.setattr(jax, 'process_index', lambda: own.index)
+    monkeypatch.setattr(multihost, 'get_jax_distributed_client', lambda: clients[own.index])
+
+    def process(index: int, task: Any, *values: Any) -> Any:
+        own.index = index
+        return task(*values)
+
+    with ThreadPoolExecutor(PROCESSES) as pool:
+
+        def run(task: Any, *values: Any) -> list[Any]:
+            return list(pool.map(process, range(PROCESSES), [task] * PROCESSES, *values))
+
+        list(pool.map(lambda client: client.connect(), clients))
+        yield run, clients
+        list(pool.map(lambda client: client.shutdown(), clients))
+    service.shutdown()
+
+
+def test_each_process_asks_the_coordinator_once_for_the_keys_of_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    barriers = [SaveBarrier() for _ in range(PROCESSES)]
+
+    def save(barrier: SaveBarrier) -> None:
+        for key in ('set_value_start', 'write', 'commit', 'set_value_end'):
+            barrier(key=key, timeout_ms=60_000)
+
+    with in_threads(monkeypatch) as (run, clients):
+        before = [client.calls.copy() for client in clients]
+        run(save, barriers)
+        calls = [client.calls - old for client, old in zip(clients, before, strict=True)]
+    rounds = barriers[0].round
+    assert rounds == 4
+    assert all(call.total() <= 4 * rounds for call in calls), calls
+
+
+def test_a_process_that_fails_takes_all_to_the_last_barrier(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    barriers = [SaveBarrier() for _ in range(PROCESSES)]
+
+    def save(barrier: SaveBarrier, fails: bool) -> str:
+        said = 'of its own'
+        if not fails:
+            try:
+                barrier(key='write', timeout_ms=60_000)
+            except RuntimeError as error:
+                said = str(error)
+        barrier(key='set_value', timeout_ms=60_000)
+        return said
+
+    with in_threads(monkeypatch) as (run, _):
+        said = run(save, barriers, [index == 3 for index in range(PROCESSES)])
+    assert Counter(said) == {
+        'another process could not write its part': PROCESSES - 1,
+        'of its own': 1,
+    }
 
 
 def test_hosts_in_different_time_zones_name_the_same_run_directory(
