@@ -8,6 +8,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from megajax.base.errors import changing_problems
@@ -21,6 +22,7 @@ from megajax.runtime.data.tokens.indexed import Sequences, is_pair, read_pair
 from megajax.runtime.data.tokens.remote_pair import is_remote_pair, read_remote_pair
 from megajax.runtime.data.tokens.token_ids import check_token_ids, first_bad, token_range
 from megajax.runtime.data.tokens.watched import watched
+from megajax.runtime.processes.consensus import from_all
 
 GB = 10**9
 
@@ -62,7 +64,7 @@ def check_pairs(config: Config, pairs: Sequence[Pair], tokenizer: Tokenizer | No
     """Return the pairs if the model has a row for every id, and the tokenizer knows every id.
 
     Otherwise, raises ConfigError. Ids of remote files without a manifest are checked when they are
-    read from the pairs that are returned.
+    read from the pairs that are returned. All processes must call it.
     """
     vocab_size = config.model.vocab_size
     checked = list(pairs)
@@ -72,11 +74,10 @@ def check_pairs(config: Config, pairs: Sequence[Pair], tokenizer: Tokenizer | No
         if not versions:
             if manifest and manifest.max_token >= vocab_size and len(sequences.tokens):
                 _check_largest(manifest, sequences)
-            check_token_ids(sequences, vocab_size, high)
-            if unchecked is not None and len(sequences.tokens):
-                _, largest = token_range(sequences)
-                if largest >= unchecked.vocab_size:
-                    raise _unknown_token(config, unchecked, sequences, largest)
+            known = _range(sequences) if high is None else (0, high)
+            check_token_ids(sequences, vocab_size, known)
+            if unchecked is not None and known[1] >= unchecked.vocab_size:
+                raise _unknown_token(config, unchecked, sequences, known[1])
         elif high is not None and high >= vocab_size:
             message = f'{vocab_size} ids end below {high}, the largest in {sequences.name}'
             raise mistake('model.vocab_size', f'{message}; use {high + 1} or more', *CORPUS)
@@ -84,6 +85,13 @@ def check_pairs(config: Config, pairs: Sequence[Pair], tokenizer: Tokenizer | No
             read = partial(_read_known, config, unchecked, sequences)
             checked[number] = checked[number]._replace(sequences=replace(sequences, reader=read))
     return checked
+
+
+def _range(sequences: Sequences) -> tuple[int, int]:
+    """Return the smallest and the largest id; each process reads its share of the file."""
+    mine = token_range(sequences, jax.process_index(), jax.process_count())
+    lows, highs = from_all(*mine).T
+    return int(lows.min()), int(highs.max())
 
 
 def _check_largest(manifest: Manifest, sequences: Sequences) -> None:

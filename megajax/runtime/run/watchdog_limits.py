@@ -27,7 +27,8 @@ STEP = 600.0
 MEASURED, MEASURED_FIRST = 10.0, 2.0
 # Opening the devices and the run's folder takes 1 to 3 s.
 START = 900.0
-# The corpus: all ids are read once, at up to 1 GB/s; a cluster's file system may be far slower.
+# The corpus: the processes read all ids once, each its share, at up to 1 GB/s; a cluster's file
+# system may be far slower.
 CORPUS = 3600.0
 # A checkpoint is restored, verified and saved at 0.5 to 1.5 GB/s. The limit is a quarter of an
 # hour, plus the time of a process for its share at 50 MB/s, plus the time of the first process,

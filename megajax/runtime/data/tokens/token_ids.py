@@ -1,6 +1,6 @@
 """Check that every token id in a pair of files is in the model's vocabulary.
 
-The whole file is read once, and the range of its ids is cached.
+The whole file is read once, by all processes of a run together, and the range of its ids is cached.
 """
 
 import json
@@ -18,29 +18,32 @@ from megajax.runtime.data.tokens.indexed import Sequences, TokenIds, paths
 CHUNK = 1 << 24  # number of tokens read at a time
 
 
-def check_token_ids(sequences: Sequences, vocab_size: int, max_token: int | None = None) -> None:
+def check_token_ids(
+    sequences: Sequences, vocab_size: int, known: tuple[int, int] | None = None
+) -> None:
     """Raise ConfigError unless all ids are at least 0 and below `vocab_size`.
 
-    The error names the first bad id and its byte. `max_token` is the largest id, if known.
+    The error names the first bad id and its byte. `known` are the smallest and the largest id.
     """
     if not len(sequences.tokens):
         return
-    low, high = (0, max_token) if max_token is not None else token_range(sequences)
+    low, high = known or token_range(sequences)
     if low < 0 or high >= vocab_size:
         raise _out_of_range(sequences, vocab_size, high)
 
 
-def token_range(sequences: Sequences) -> tuple[int, int]:
-    """Return the smallest and the largest id.
+def token_range(sequences: Sequences, share: int = 0, shares: int = 1) -> tuple[int, int]:
+    """Return the smallest and the largest id of a share of the file; 0 and -1 if it has none.
 
     The file is read only once, unless its size or modification time changes.
     """
     bin_path, _ = paths(sequences.name)
-    note = _notes() / f'{_fingerprint(bin_path)}.json'
+    part = '' if shares == 1 else f'.{share}-of-{shares}'
+    note = _notes() / f'{_fingerprint(bin_path)}{part}.json'
     try:
         low, high = map(int, parse_json(note.read_bytes()))
     except (OSError, ValueError, TypeError, OverflowError):
-        low, high = _read_range(sequences.tokens)
+        low, high = _read_range(sequences.tokens, share, shares)
         _remember(note, (low, high))
     return low, high
 
@@ -53,9 +56,13 @@ def first_bad(ids: np.ndarray, vocab_size: int) -> int | None:
     return int(((ids < 0) | (ids >= vocab_size)).argmax())
 
 
-def _read_range(tokens: TokenIds) -> tuple[int, int]:
-    chunks = [tokens[start : start + CHUNK] for start in range(0, len(tokens), CHUNK)]
-    return min(int(chunk.min()) for chunk in chunks), max(int(chunk.max()) for chunk in chunks)
+def _read_range(tokens: TokenIds, share: int, shares: int) -> tuple[int, int]:
+    ranges = []
+    for start in range(share * CHUNK, len(tokens), shares * CHUNK):
+        chunk = tokens[start : start + CHUNK]
+        ranges.append((int(chunk.min()), int(chunk.max())))
+    lows, highs = zip(*ranges, strict=True) if ranges else ((0,), (-1,))
+    return min(lows), max(highs)
 
 
 def _out_of_range(sequences: Sequences, vocab_size: int, high: int) -> ConfigError:
