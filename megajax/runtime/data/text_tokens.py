@@ -89,7 +89,7 @@ def _part(sequences: Sequences) -> Part:
 
 
 class KeptTokens:
-    """A folder of the cache for the tokens of a remote text corpus.
+    """A folder of the cache for the tokens of a text corpus.
 
     `here` is the folder of the corpus, whose name depends on the version of each file. A tokenizer
     that is trained on the corpus is kept apart from the tokens, so that a run which resumes with
@@ -173,12 +173,18 @@ class KeptTokens:
 
 @contextmanager
 def _new_folder(path: Path) -> Iterator[Path]:
-    """Yield a new folder for the block to fill, which then replaces the folder `path`."""
+    """Yield a new folder for the block to fill, which then becomes the folder `path`.
+
+    If a host without locks has made that folder meanwhile, it stays: others may read it already.
+    """
     new = Path(mkdtemp(dir=path.parent))
     try:
         yield new
         for file in new.iterdir():
             sync(file)
+        if _is_sound(path):
+            shutil.rmtree(new)
+            return
         shutil.rmtree(path, ignore_errors=True)
         new.rename(path)
     except BaseException:
@@ -201,6 +207,14 @@ def _read_about(folder: Path) -> dict[str, Any]:
     if _sums(folder) != about['sums']:
         raise ValueError(f'{folder}: a file is damaged')
     return about
+
+
+def _is_sound(folder: Path) -> bool:
+    try:
+        _read_about(folder)
+    except (OSError, ValueError, KeyError):
+        return False
+    return True
 
 
 def _write_pair(prefix: Path, sequences: Sequences) -> None:

@@ -11,14 +11,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import pytest
 from runtime.data import stores
 from runtime.data.test_inputs import write_parquet
 from runtime.data.test_load import SMALL, assert_equal, config
 
 from megajax.base.errors import UnreachableError
-from megajax.core.config import ConfigError
-from megajax.runtime.data import Data, load_data
+from megajax.core.config import Config, ConfigError
+from megajax.runtime.data import Data, load_data, text_tokens
 from megajax.runtime.data.sources import remote_file, shares
 from megajax.runtime.data.sources.block_cache import BLOCK, BlockCache, locked
 from megajax.runtime.data.sources.remote import look
@@ -156,6 +157,41 @@ def test_damaged_tokens_are_made_again(here: Path, tmp_path: Path, keys: list[st
                 path.write_bytes(b'')
         assert_equal(load(url, *keys).train[0], seen)
         assert server.asked == ['/a.jsonl', '/a.jsonl']
+
+
+@pytest.mark.parametrize('keys', [[], ['data.tokenizer=bytes']])
+def test_one_of_several_processes_tokenizes_text_on_the_disk(
+    here: Path, monkeypatch: pytest.MonkeyPatch, keys: list[str]
+) -> None:
+    path = here / 'a.jsonl'
+    alone = load(path, *keys)
+    monkeypatch.setattr(jax, 'process_count', lambda: 2)
+    times: list[Config] = []
+    tokenize = text_tokens.tokenize
+    monkeypatch.setattr(
+        text_tokens,
+        'tokenize',
+        lambda config, *rest: times.append(config) or tokenize(config, *rest),
+    )
+    for process in (load(path, *keys), load(path, *keys)):
+        assert_equal(process.train[1], alone.train[1])
+        assert process.fingerprints == alone.fingerprints
+        assert len(times) == 1
+    status = path.stat()
+    path.write_text(path.read_text().replace('7', '8'))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert load(path, *keys).fingerprints != alone.fingerprints
+    load(here / 'chat.jsonl', 'train.seq_len=64', *keys)
+    assert len(times) == 2
+
+
+def test_without_a_cache_each_process_tokenizes(
+    here: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(jax, 'process_count', lambda: 2)
+    monkeypatch.setenv('XDG_CACHE_HOME', str(here / 'd.txt'))
+    assert load(here / 'a.jsonl').train[0]
+    assert 'each process tokenizes' in caplog.text
 
 
 def test_a_copy_that_broke_off_is_continued_and_is_never_a_document(
