@@ -259,7 +259,7 @@ class RunConfig(Section):
     program that it reads from a cache.
     """
     data_cache: Folder = 'auto'
-    """Cache of corpora at URLs: auto (the user's cache directory), or a folder."""
+    """Cache of URLs and of the tokens of text: auto (the user's cache directory), or a folder."""
     data_cache_gb: Annotated[PositiveFloat, Unit('GB')] = 64.0
     """Maximum size of that cache, which all processes of a host share."""
     wandb: Name | None = None

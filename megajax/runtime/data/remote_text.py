@@ -107,7 +107,7 @@ def _tokens_of_host(config: Config) -> Iterator[KeptTokens | None]:
         logger.warning('each process tokenizes %s by itself: %s', data.corpus, error)
         yield None
         return
-    with locked(here, wait=True, shared=True):
+    with locked(here, shared=True):
         yield KeptTokens(config, here)
 
 
