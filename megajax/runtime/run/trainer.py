@@ -106,10 +106,8 @@ class Trainer:
         self._batches = self._read_on()
         self._between_steps.begin()
         every = self.config.train.log_every
-        with (
-            self.profiler,
-            self.report.progress(start=self.step, steps=steps, log_every=every) as progress,
-        ):
+        lines = self.report.progress(start=self.step, steps=steps, log_every=every)
+        with self.profiler, lines as progress:
             while self.step < steps:
                 try:
                     self.stop.check()
@@ -180,14 +178,14 @@ class Trainer:
         if self._failure is not None:
             raise self._failure
         current, self._ahead = self._ahead or self._dispatch(self.step + 1), None
+        self._begin_step(current.step)  # where processes ask each other, they wait for its end
         self._due = self.checkpoints.poll(current.step)
         if go_ahead and self._may_go_ahead(current.step):
             try:
                 self._ahead = self._dispatch(current.step + 1, current.metrics)
             except Exception as error:  # raised after this step, which is completed first
                 self._failure = error
-        kind = 'first step' if current.step == self._first else 'step'
-        self._begin('productive', f'step {current.step}', kind)
+        self._begin_step(current.step)
         values = current.values()
         end = self.clock.begin('other')
         self.profiler.end(current.step)
@@ -206,8 +204,7 @@ class Trainer:
             self.watchdog.allow('step', step_limit(times.total, is_first=done.step == self._first))
         self.step = done.step
         self.summary.reach(done.step)
-        if not taken:
-            self._skipped += 1
+        self._skipped += not taken
         return self._meter.measure(times.total) | {
             'step_ms': 1e3 * times.total,
             'data_wait_ms': 1e3 * times.data_wait,
@@ -231,8 +228,7 @@ class Trainer:
             start = self._begin('data_wait', 'data')
             with noting_end(previous) as ends:
                 batch = next(self._batches)
-            kind = 'first step' if step == self._first else 'step'
-            after_batch = self._begin('productive', f'step {step}', kind)
+            after_batch = self._begin_step(step)
             replayed = self.clock.seconds('replay')
             self.state, metrics = self._run_step(step, batch)
             replay = self.clock.seconds('replay') - replayed
@@ -341,6 +337,10 @@ class Trainer:
             self.sampler.sample(self.step, self.state.params, self.stop.check)
             self.clock.begin('other')
         return losses
+
+    def _begin_step(self, step: int) -> float:
+        kind = 'first step' if step == self._first else 'step'
+        return self._begin('productive', f'step {step}', kind)
 
     def _begin(self, activity: Activity, phase: str, kind: str = 'step') -> float:
         """Begin an activity, and a phase with the limit of `kind`; return the time in seconds."""

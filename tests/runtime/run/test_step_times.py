@@ -14,6 +14,7 @@ from megajax.analysis.profile.trace import read_trace
 from megajax.core.config import load
 from megajax.core.train.first_step import Calibration
 from megajax.core.train.step import TrainState
+from megajax.runtime.checkpoint.checkpoints import Checkpoints
 from megajax.runtime.data import Batches
 from megajax.runtime.run import compile_step, replay
 from megajax.runtime.run.clock import Clock
@@ -155,6 +156,29 @@ def test_the_first_step_which_waits_for_other_processes_hardly_raises_the_limit_
     taken = [1e-3 * line['step_ms'] for line in lines.values()]
     factors = [limit / seconds for limit, seconds in zip(allowed, taken, strict=True)]
     assert factors == pytest.approx([2.0] + [10.0] * (len(taken) - 1))
+
+
+def test_processes_that_ask_each_other_about_a_save_wait_for_the_step_in_flight_which_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asking, beat, phases = 0.2, Watchdog.beat, ['']
+    asked = list[tuple[int, str]]()
+
+    def poll(_: Checkpoints, step: int) -> None:
+        """The answers come when the step ends."""
+        asked.append((step, phases[-1]))
+        time.sleep(asking)
+
+    def noted(watchdog: Watchdog, phase: str, *kind: str) -> None:
+        phases.append(phase)
+        beat(watchdog, phase, *kind)
+
+    monkeypatch.setattr(Checkpoints, 'poll', poll)
+    monkeypatch.setattr(Watchdog, 'beat', noted)
+    lines = train(tmp_path, monkeypatch)
+    assert asked == [(step, f'step {step}') for step in lines]
+    assert seconds(tmp_path)['productive'] > asking * len(lines)
+    assert seconds(tmp_path)['other'] < asking * len(lines) / 2
 
 
 def test_writing_the_trace_is_no_part_of_a_step(
