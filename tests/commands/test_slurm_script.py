@@ -112,3 +112,53 @@ def test_a_corpus_that_is_a_folder_is_seen_itself_and_never_the_root_of_the_host
     done = run(tmp_path, environ, 'tiny', 'data.corpus=/no_such_corpus')
     assert (done.returncode, done.stdout) == (2, '')
     assert done.stderr.endswith('move the corpus into a folder\n')
+
+
+ATTEMPT = """#!/bin/sh
+[ -z "$STEP" ] || mkdir -p "$RUN_DIR/checkpoints/$STEP"
+exit "$CODE"
+"""
+
+
+def requeued(
+    folder: Path, environ: dict[str, str], restarts: int, step: int | None, code: int = 75
+) -> tuple[bool, str]:
+    """Whether a job is requeued after an attempt that saves `step`, and its errors."""
+    for name, text in {'srun': ATTEMPT, 'scontrol': '#!/bin/sh\necho "$@"\n'}.items():
+        (folder / 'bin' / name).write_text(text)
+        (folder / 'bin' / name).chmod(0o755)
+    attempt = {'SLURM_RESTART_COUNT': str(restarts), 'CODE': str(code)}
+    environ = environ | attempt | {'RUN_DIR': f'{folder}/run', 'STEP': str(step or '')}
+    done = run(folder, environ, 'tiny')
+    assert done.returncode == code
+    assert done.stdout in ('', 'requeue 7\n')
+    return done.stdout != '', done.stderr
+
+
+def test_a_job_is_requeued_at_each_time_limit_while_its_run_makes_progress(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    for restarts in range(25):
+        step = 100 * (restarts + 1) if restarts % 5 == 0 else None
+        assert requeued(tmp_path, environ, restarts, step) == (True, '')
+
+
+@pytest.mark.parametrize('has_folder', [True, False])
+def test_a_job_is_requeued_ten_times_in_a_row_without_a_new_checkpoint(
+    has_folder: bool, tmp_path: Path, environ: dict[str, str]
+) -> None:
+    if has_folder:
+        (tmp_path / 'run/checkpoints/100').mkdir(parents=True)
+        (tmp_path / 'run/futile_attempts').write_text('9\n')  # of an earlier job
+    for restarts in range(10):
+        assert requeued(tmp_path, environ, restarts, None, code=137) == (True, '')
+    is_requeued, said = requeued(tmp_path, environ, 10, None)
+    assert not is_requeued
+    assert said.startswith('not requeued: 11 attempts in a row ended without a new checkpoint in ')
+
+
+def test_a_job_is_not_requeued_after_an_error_that_would_repeat(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    for code in (0, 2, 124):
+        assert requeued(tmp_path, environ, 0, 100, code) == (False, '')
