@@ -8,7 +8,7 @@ least one committed step. With several processes, all call the same methods and 
 
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -268,8 +268,8 @@ class Checkpoints:
             with contextlib.suppress(Exception):  # the run reports the error that it exits with
                 self._manager.wait_until_finished()
 
-    def _seal(self) -> None:
-        """Write the other files of a step, and their digests.
+    def _seal(self, parts: Iterable[str]) -> None:
+        """Write the other files of a step, and all digests; `parts` has been hashed already.
 
         Orbax's thread calls this in the first process, after writing the arrays and before writing
         the commit marker.
@@ -282,7 +282,7 @@ class Checkpoints:
         if self.tokenizer:
             self.tokenizer.save(path / TOKENIZER)
         self.companions.write(path)
-        write_sums(path)
+        write_sums(path, parts)
 
     def _settle(self, error: Exception | None = None) -> None:
         """Wait for the save in the background, and gather its outcome from all processes."""
@@ -294,7 +294,7 @@ class Checkpoints:
             error = error or failure
         step, since, self._saving = self._saving.step, self._saving.due, None
         failed = bool(from_all(error is not None).any())
-        finished = self._folders.is_finished(step)
+        finished = self._folders.finish(step)
         if finished:
             self._losses.write()
         if finished and not failed:

@@ -8,7 +8,7 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,37 +33,60 @@ logger = logging.getLogger(__name__)
 
 
 class Sums(NamedTuple):
-    """The contents of a step when it was written."""
+    """The contents of a step, or of a part of it, when it was written."""
 
     digests: dict[str, str]  # SHA-256 by path
     size: int  # total number of bytes
 
+    def __str__(self) -> str:
+        """Return the text of the file SUMS."""
+        lines = [f'{self.digests[name]}  {name}\n' for name in sorted(self.digests)]
+        return ''.join([*lines, f'# {len(lines)} files, {self.size} bytes\n'])
 
-def write_sums(folder: Path) -> None:
-    """Hash the files in `folder`, and write all digests there, atomically."""
-    names = sorted(_files(folder))
-    with ThreadPoolExecutor(THREADS) as pool:
-        digests = list(pool.map(lambda name: _digest(folder / name), names))
-    size = sum(_size(folder / name) for name in names)
-    lines = [f'{digest}  {name}\n' for name, digest in zip(names, digests, strict=True)]
-    write_file(folder / SUMS, ''.join([*lines, f'# {len(names)} files, {size} bytes\n']).encode())
+
+def hash_part(folder: Path, part: str) -> str:
+    """Hash the files in `part`, a folder of a step; return them as a part for `write_sums`."""
+    return str(_hashed(folder, [f'{part}/{name}' for name in _files(folder / part)]))
+
+
+def write_sums(folder: Path, parts: Iterable[str] = ()) -> None:
+    """Hash the files in `folder`, and write all digests there, atomically.
+
+    Files in `parts`, which other processes have hashed with `hash_part`, are not read. Raises
+    OSError if the number of bytes here is not the number of bytes that were hashed.
+    """
+    hashed = [_parsed(part) for part in parts]
+    digests = {name: digest for sums in hashed for name, digest in sums.digests.items()}
+    hashed.append(_hashed(folder, _files(folder) - digests.keys()))
+    digests |= hashed[-1].digests
+    size, seen = sum(sums.size for sums in hashed), _total_size(folder, digests)
+    if size != seen:
+        raise OSError(f'{folder} holds {seen} bytes instead of {size}')
+    write_file(folder / SUMS, str(Sums(digests, size)).encode())
 
 
 def read_sums(folder: Path) -> Sums:
     """Return the digests of a step. Raises ValueError if they are incomplete."""
-    *lines, last = (folder / SUMS).read_bytes().decode().removesuffix('\n').split('\n')
-    matches = [re.fullmatch(r'([0-9a-f]{64})  (\S.*)', line) for line in lines]
-    digests = {match[2]: match[1] for match in matches if match}
-    total = re.fullmatch(r'# (\d+) files, (\d+) bytes', last)
-    if total is None or not digests or not len(lines) == len(digests) == int(total[1]):
+    sums = _parsed((folder / SUMS).read_bytes().decode())
+    if not sums.digests:
         raise ValueError('incomplete')
-    return Sums(digests, int(total[2]))
+    return sums
 
 
-def problems(folder: Path, *, contents: bool = True) -> list[str]:
+def changed_files(folder: Path, digests: Mapping[str, str]) -> dict[str, str]:
+    """Return the fault of each file in `folder` whose SHA-256 is not its digest."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        faults = pool.map(lambda name: _compare(folder / name, digests[name]), digests)
+        return {name: fault for name, fault in zip(digests, faults, strict=True) if fault}
+
+
+Changed = Callable[[Path, Mapping[str, str]], dict[str, str]]
+
+
+def problems(folder: Path, *, contents: bool = True, changed: Changed = changed_files) -> list[str]:
     """Return the faults of a step, one line per file; empty if the step is intact.
 
-    Without `contents` only names and sizes are checked.
+    Without `contents` only names and sizes are checked. Otherwise `changed` hashes the files.
     """
     if folder.is_symlink():
         return ['is a symbolic link']
@@ -87,12 +110,10 @@ def problems(folder: Path, *, contents: bool = True) -> list[str]:
         for name in sums.digests
         if name in files and (folder / name).is_symlink()
     }
-    present = [name for name in sums.digests if name not in faults]
     if contents:
-        with ThreadPoolExecutor(THREADS) as pool:
-            results = pool.map(lambda name: _compare(folder / name, sums.digests[name]), present)
-            faults |= {name: fault for name, fault in zip(present, results, strict=True) if fault}
-    if not faults and (size := sum(_size(folder / name) for name in present)) != sums.size:
+        present = {name: digest for name, digest in sums.digests.items() if name not in faults}
+        faults |= changed(folder, present)
+    if not faults and (size := _total_size(folder, sums.digests)) != sums.size:
         return [f'holds {size} bytes instead of {sums.size}']
     return [f'{name} {faults[name]}' for name in sorted(faults)]
 
@@ -194,12 +215,12 @@ def find_candidates(path: Path) -> list[Path]:
 
 
 @contextmanager
-def sound_checkpoint(path: Path) -> Iterator[Path]:
+def sound_checkpoint(path: Path, changed: Changed = changed_files) -> Iterator[Path]:
     """Yield the folder of the checkpoint that `path` stands for, verified by its digests.
 
     If the path is a run, this is its newest intact checkpoint. The run does not delete the
-    checkpoint during the block. Raises ConfigError if there is no finished checkpoint, and
-    CheckpointError if none is intact.
+    checkpoint during the block. `changed` hashes the files. Raises ConfigError if there is no
+    finished checkpoint, and CheckpointError if none is intact.
     """
     tried: set[Path] = set()
     # Read the list again each time: a live run may have written a step and deleted others.
@@ -209,7 +230,7 @@ def sound_checkpoint(path: Path) -> Iterator[Path]:
         with folder_lock(candidate, shared=True) as is_there:
             if not is_there:
                 continue
-            faults = problems(candidate)
+            faults = problems(candidate, changed=changed)
             if not faults:
                 yield candidate.absolute()
                 return
@@ -233,6 +254,24 @@ def _files(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in paths} - LATER
 
 
+def _hashed(folder: Path, names: Iterable[str]) -> Sums:
+    names = list(names)
+    with ThreadPoolExecutor(THREADS) as pool:
+        digests = list(pool.map(lambda name: _digest(folder / name), names))
+    return Sums(dict(zip(names, digests, strict=True)), _total_size(folder, names))
+
+
+def _parsed(text: str) -> Sums:
+    """Return the digests in the text of a file SUMS. Raises ValueError if lines are missing."""
+    *lines, last = text.removesuffix('\n').split('\n')
+    matches = [re.fullmatch(r'([0-9a-f]{64})  (\S.*)', line) for line in lines]
+    digests = {match[2]: match[1] for match in matches if match}
+    total = re.fullmatch(r'# (\d+) files, (\d+) bytes', last)
+    if total is None or not len(lines) == len(digests) == int(total[1]):
+        raise ValueError('incomplete')
+    return Sums(digests, int(total[2]))
+
+
 def _digest(path: Path) -> str:
     with path.open('rb') as file:
         return hashlib.file_digest(file, 'sha256').hexdigest()
@@ -243,12 +282,17 @@ def _compare(path: Path, digest: str) -> str | None:
     try:
         if _digest(path) == digest:
             return None
-        return 'differs from what was written' if _size(path) else 'is empty'
+        return 'differs from what was written' if file_size(path) else 'is empty'
     except OSError as error:
         return f'cannot be read: {error.strerror}'
 
 
-def _size(path: Path) -> int:
+def _total_size(folder: Path, names: Iterable[str]) -> int:
+    return sum(file_size(folder / name) for name in names)
+
+
+def file_size(path: Path) -> int:
+    """Return the bytes of a file, 0 if it does not exist."""
     try:
         return path.stat().st_size
     except FileNotFoundError:  # a run is deleting the step right now

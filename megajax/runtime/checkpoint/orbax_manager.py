@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,16 @@ from orbax.checkpoint import type_handlers
 from megajax.base.files.locks import folder_lock
 from megajax.core.config import ModelConfig
 from megajax.core.counts.parameters import dim_sizes, elements, parameters
+from megajax.runtime.checkpoint.digests import hash_part
 from megajax.runtime.processes.consensus import SaveBarrier
 
-# Seconds within which all processes must write their parts, and the first process must hash them: a
-# terabyte takes about half an hour. The watchdog and the connections between the processes end a
-# save that hangs earlier.
+# Seconds within which all processes must write and hash their parts. The watchdog and the
+# connections between the processes end a save that hangs earlier.
 TIMEOUT = 24 * 3600
 # Bytes below which a replica writes an array alone. By default the replicas write a slice each, and
 # each slice is a program of its own, whose compilation delays the first save.
 SMALLEST_SLICE = 2**20
+OWN = 'state/ocdbt.process_{}'  # the folder with the arrays that a process has written
 
 
 class Manager(ocp.CheckpointManager):
@@ -34,28 +35,43 @@ class Manager(ocp.CheckpointManager):
 
     `restore_gb` limits how much a process reads at a time, and `policy` is the retention. Orbax's
     thread calls `seal` in the first process, after the arrays of a step and before its commit
-    marker.
+    marker. Its argument contains the digests of the arrays that each of several processes wrote.
     """
 
     _checkpoint_deleter: Any
+    _step: int  # the step that is being saved
 
-    def __init__(self, folder: Path, *, restore_gb: int, policy: Any, seal: Callable[[], None]):
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        restore_gb: int,
+        policy: Any,
+        seal: Callable[[Iterable[str]], None],
+    ):
         handler = ocp.StandardCheckpointHandler(restore_concurrent_gb=restore_gb)
         handler._impl = ocp.PyTreeCheckpointHandler(
             restore_concurrent_gb=restore_gb, type_handler_registry=_types()
         )
-        super().__init__(folder, options=_options(policy, seal), item_handlers={'state': handler})
+        barrier = SaveBarrier(self._hash_own)
+        options = _options(policy, barrier, lambda: seal(barrier.parts()))
+        super().__init__(folder, options=options, item_handlers={'state': handler})
         # Orbax chooses the steps to delete when a save begins, and deletes them when it has ended.
         self._checkpoint_deleter = _Deleter(folder, self._checkpoint_deleter)
 
     def save(self, step: int, *args: Any, **options: Any) -> bool:
         """Save a step; if an old step of this number was due for deletion, the new step is kept."""
         self._checkpoint_deleter.left.discard(step)
+        self._step = step
         return bool(super().save(step, *args, **options))
 
     def reached_preemption(self, step: int) -> bool:
         """Return False: the run itself watches for preemption."""
         return False
+
+    def _hash_own(self) -> str:
+        own = OWN.format(jax.process_index())
+        return hash_part(Path(self.directory) / str(self._step), own)
 
 
 def _types() -> Any:
@@ -118,7 +134,9 @@ def gb_to_read(elements: int) -> int:
     return 1 + math.ceil(1.1 * 4 * elements / 1e9)
 
 
-def _options(policy: Any, seal: Callable[[], None]) -> ocp.CheckpointManagerOptions:
+def _options(
+    policy: Any, barrier: SaveBarrier, seal: Callable[[], None]
+) -> ocp.CheckpointManagerOptions:
     return ocp.CheckpointManagerOptions(
         preservation_policy=policy,
         # Orbax would take any folder without its markers for an interrupted save, so `sweep`
@@ -126,7 +144,7 @@ def _options(policy: Any, seal: Callable[[], None]) -> ocp.CheckpointManagerOpti
         cleanup_tmp_directories=False,
         async_options=ocp.AsyncOptions(
             timeout_secs=TIMEOUT,
-            barrier_sync_fn=SaveBarrier(),
+            barrier_sync_fn=barrier,
             post_finalization_callback=seal,
             # With this option, Orbax's threads would wait minutes for a directory that cannot be
             # created.

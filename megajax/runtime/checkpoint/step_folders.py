@@ -1,6 +1,7 @@
 """The folders of a run's steps: verify them, reject damaged ones, and delete steps.
 
-The first process reads and deletes; with several processes, all of them call the same methods.
+The first process reads and deletes, and all processes hash. With several processes, all of them
+call the same methods.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ from megajax.base.render.text import typed
 from megajax.core.config import CheckpointError
 from megajax.runtime.checkpoint.digests import (
     COMMIT,
+    Changed,
     find_foreign,
     find_steps,
     foreign_step,
@@ -24,6 +26,7 @@ from megajax.runtime.checkpoint.digests import (
     strangers,
 )
 from megajax.runtime.checkpoint.record import recorded_due
+from megajax.runtime.checkpoint.shared_digests import hashed_by_all
 from megajax.runtime.checkpoint.strays import delete_folder, move_aside, sweep, warn_of_strays
 from megajax.runtime.processes.consensus import from_first
 
@@ -33,10 +36,14 @@ logger = logging.getLogger(__name__)
 
 
 class StepFolders:
-    """The folders in `folder`, one for each step, and the steps that were rejected."""
+    """The folders in `folder`, one for each step, and the steps that were rejected.
+
+    A step that this run has saved or verified since its start is not hashed again.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self._intact: set[int] = set()
         self._refused: set[int] = set()
         self._failed: set[int] = set()
         self._named: set[Path] = set()
@@ -51,7 +58,9 @@ class StepFolders:
         steps = find_steps(self.folder) if jax.process_index() == 0 else []
         if jax.process_index() == 0:
             warn_of_strays(self.folder, self._named)
-        newest = next((step for step in reversed(steps) if not self._refuses(step)), -1)
+        with hashed_by_all(self.folder) as changed:
+            sound = (step for step in reversed(steps) if not self._refuses(step, changed))
+            newest = next(sound, -1)
         foreign = find_foreign(self.folder) if jax.process_index() == 0 else []
         newest, count, num_refused = from_first(
             newest, len(steps) + len(foreign), len(self._refused)
@@ -85,7 +94,9 @@ class StepFolders:
 
         The result is the same in all processes.
         """
-        return bool(from_first(jax.process_index() == 0 and self._refuses(step))[0])
+        with hashed_by_all(self.folder) as changed:
+            refused = jax.process_index() == 0 and self._refuses(step, changed)
+        return bool(from_first(refused)[0])
 
     def is_junk(self, step: int) -> bool | None:
         """Whether a step was rejected; None if its folder is not the run's own.
@@ -102,9 +113,15 @@ class StepFolders:
         """The step since which the save of `step` was due."""
         return recorded_due(self.folder / str(step)) or step
 
-    def is_finished(self, step: int) -> bool:
-        """Whether the save of a step is finished; equal in all processes."""
-        return bool(from_first(is_finished(self.folder / str(step)))[0])
+    def finish(self, step: int) -> bool:
+        """Return whether a save that has ended is finished, which makes its step an intact one.
+
+        The result is the same in all processes.
+        """
+        finished = bool(from_first(is_finished(self.folder / str(step)))[0])
+        if finished:
+            self._intact.add(step)
+        return finished
 
     def clear_place(self, step: int) -> tuple[bool, bool]:
         """Return whether a usable checkpoint of `step` exists, and whether a folder is in the way.
@@ -135,7 +152,8 @@ class StepFolders:
         return sound, in_the_way
 
     def renew(self, step: int) -> None:
-        """Forget that `step` was rejected, because it is being written again."""
+        """Forget what is known of `step`, because it is being written again."""
+        self._intact.discard(step)
         self._refused.discard(step)
         self._failed.discard(step)
 
@@ -177,17 +195,19 @@ class StepFolders:
             else []
         )
 
-    def _refuses(self, step: int) -> bool:
+    def _refuses(self, step: int, changed: Changed) -> bool:
         path = self.folder / str(step)
-        faults = problems(path)
+        faults = problems(path, contents=step not in self._intact, changed=changed)
         if faults:
             self._refused.add(step)
             more = f' (and {len(faults) - 1} more)' if len(faults) > 1 else ''
             logger.warning('checkpoint %s is rejected: %s%s', path, faults[0], more)
-        elif extra := strangers(path):
+            return True
+        self._intact.add(step)
+        if extra := strangers(path):
             logger.warning(
                 'checkpoint %s contains %s, which does not belong to it: ignored',
                 path,
                 ', '.join(extra[:3]),
             )
-        return bool(faults)
+        return False

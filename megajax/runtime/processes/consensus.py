@@ -1,5 +1,6 @@
 """Collectives and barriers on the host, with which the processes of a run reach agreement."""
 
+from collections.abc import Callable
 from datetime import datetime, timedelta
 
 import jax
@@ -54,6 +55,31 @@ def from_first(*values: int) -> list[int]:
     ]
 
 
+def text_from_first(text: str) -> str:
+    """Return the first process's text: a broadcast between hosts; all processes must call it."""
+    if jax.process_count() == 1:
+        return text
+    data = np.frombuffer(text.encode(), np.uint8)
+    (size,) = from_first(len(data))
+    if not size:
+        return ''
+    sent = data if jax.process_index() == 0 else np.zeros(size, np.uint8)
+    return np.asarray(multihost_utils.broadcast_one_to_all(sent)).tobytes().decode()
+
+
+def texts_from_all(text: str) -> list[str]:
+    """Return each process's text: an all-gather between hosts; all processes must call it."""
+    if jax.process_count() == 1:
+        return [text]
+    data = np.frombuffer(text.encode(), np.uint8)
+    sizes = from_all(len(data))[:, 0]
+    if not sizes.any():
+        return ['' for _ in sizes]
+    padded = np.pad(data, (0, sizes.max() - len(data)))
+    rows = np.asarray(multihost_utils.process_allgather(padded))
+    return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
+
+
 def local_time() -> datetime:
     """Return the first process's local time in seconds, even if other hosts' time zones differ.
 
@@ -71,31 +97,54 @@ class SaveBarrier:
     barriers, at which the other threads would wait for hours. Here, all threads wait in rounds, and
     in each round every thread publishes the barrier that it is at. If these differ, each thread
     that is not at the last barrier raises an error, which takes it to the last barrier as well.
+
+    A thread that has written its process's part of a step calls `hash_part` before it waits, and
+    publishes the result for the first process.
     """
 
+    WRITTEN = 'async_write_complete'  # part of the key of the barrier after the writes of a save
     END = 'set_value'  # part of the keys of the last barriers of an Orbax save
 
-    def __init__(self) -> None:
+    def __init__(self, hash_part: Callable[[], str]) -> None:
+        self.hash_part = hash_part
         self.round = 0
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
         """Wait until all processes have reached `key`; raise RuntimeError if one has skipped it."""
         if jax.process_count() == 1:
             return
-        client = multihost.get_jax_distributed_client()
+        client, me = multihost.get_jax_distributed_client(), jax.process_index()
+        part = self.hash_part() if self.WRITTEN in key else None
         while True:
-            self.round, me = self.round + 1, jax.process_index()
-            client.key_value_set(f'{self._folder(self.round)}{me}', key)
+            self.round += 1
+            client.key_value_set(f'{self._keys(self.round)}{me}', key)
+            if part is not None:
+                client.key_value_set(f'{self._parts(self.round)}{me}', part)
             client.wait_at_barrier(f'megajax_save_{self.round}', timeout_ms)
-            keys = {value for _, value in client.key_value_dir_get(self._folder(self.round))}
+            keys = {value for _, value in client.key_value_dir_get(self._keys(self.round))}
             if self.round > 1:
-                # All processes have read the keys of the last round; otherwise they would not be in
-                # this round.
-                client.key_value_delete(f'{self._folder(self.round - 1)}{me}')
+                # All processes have read the values of the last round; otherwise they would not be
+                # in this round.
+                client.key_value_delete(f'{self._keys(self.round - 1)}{me}')
+                if me == 0:
+                    client.key_value_delete(self._parts(self.round - 1))
             if keys == {key}:
                 return
             if self.END not in key:
                 raise RuntimeError('another process could not write its part')
 
-    def _folder(self, number: int) -> str:
+    def parts(self) -> list[str]:
+        """Return the results of `hash_part` in all processes, or none if there is one process.
+
+        Only the first process may call it, between the barrier after the writes and the next one.
+        """
+        if jax.process_count() == 1:
+            return []
+        client = multihost.get_jax_distributed_client()
+        return [part for _, part in client.key_value_dir_get(self._parts(self.round))]
+
+    def _keys(self, number: int) -> str:
         return f'megajax_save_{number}/'
+
+    def _parts(self, number: int) -> str:
+        return f'megajax_parts_{number}/'

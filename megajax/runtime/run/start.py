@@ -19,6 +19,7 @@ from megajax.runtime.checkpoint.digests import SUMS, find_steps, is_step_name, s
 from megajax.runtime.checkpoint.kept_weights import model_differences
 from megajax.runtime.checkpoint.open import restore_params
 from megajax.runtime.checkpoint.record import FAMILY, START_FROM, make_record, read_record
+from megajax.runtime.checkpoint.shared_digests import hashed_by_all
 from megajax.runtime.data.synthetic_corpus import PICTURES, drawn_tokenizer
 from megajax.runtime.data.text.tokenizer import Tokenizer, load_tokenizer
 from megajax.runtime.data.token_pairs import manifest_of, prefixes_of
@@ -92,13 +93,14 @@ def _sound_in_all(wanted: Path) -> Iterator[Path]:
     """Enter `sound_checkpoint` in the first process and yield its result in all of them."""
     sound, found, error = None, -1, None
     with ExitStack() as held:
-        if jax.process_index() == 0:
-            try:
-                candidates_of_start(wanted)
-                sound = held.enter_context(sound_checkpoint(wanted))
-                found = read_record(sound).step
-            except RunError as failure:
-                error = failure
+        with hashed_by_all(wanted) as changed:
+            if jax.process_index() == 0:
+                try:
+                    candidates_of_start(wanted)
+                    sound = held.enter_context(sound_checkpoint(wanted, changed))
+                    found = read_record(sound).step
+                except RunError as failure:
+                    error = failure
         step = from_first(found)[0]
         if step < 0:
             raise error or CheckpointError(

@@ -12,6 +12,7 @@ from megajax.runtime.checkpoint.digests import (
     COMMIT,
     SUMS,
     find_steps,
+    hash_part,
     problems,
     read_sums,
     strangers,
@@ -57,6 +58,31 @@ def test_a_name_may_have_any_letters(step: Path) -> None:
     (step / '検索.jinja').write_text('{{ messages }}')
     write_sums(step)
     assert '検索.jinja' in read_sums(step).digests
+
+
+def test_parts_that_others_have_hashed_are_not_read_and_give_the_same_digests(step: Path) -> None:
+    alone = (step / SUMS).read_bytes()
+    parts = [hash_part(step, 'state/d'), hash_part(step, 'no/folder')]
+    write_sums(step, parts)
+    assert (step / SUMS).read_bytes() == alone
+    (step / 'state/d/0').write_bytes(bytes(1000))
+    write_sums(step, parts)
+    assert (step / SUMS).read_bytes() == alone
+    assert problems(step) == ['state/d/0 differs from what was written']
+
+
+def test_digests_of_a_part_that_does_not_arrive_in_full_are_not_written(step: Path) -> None:
+    parts = [hash_part(step, 'state/d')]
+    (step / SUMS).unlink()
+    (step / 'state/d/0').write_bytes(bytes(999))
+    with pytest.raises(OSError, match='holds 1013 bytes instead of 1014'):
+        write_sums(step, parts)
+    (step / 'state/d/0').unlink()
+    with pytest.raises(OSError, match='holds 14 bytes instead of 1014'):
+        write_sums(step, parts)
+    with pytest.raises(ValueError, match='incomplete'):
+        write_sums(step, [parts[0].partition('\n')[0]])
+    assert not (step / SUMS).exists()
 
 
 @pytest.mark.parametrize('name', FILES)

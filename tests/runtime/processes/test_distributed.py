@@ -54,7 +54,7 @@ from megajax.runtime.processes.consensus import SaveBarrier
 from megajax.runtime.processes.distributed import processes
 
 with processes():
-    barrier = SaveBarrier()
+    barrier = SaveBarrier(str)
     for save in range(20):
         barrier(key=f'save {save}', timeout_ms=60_000)
     client = multihost.get_jax_distributed_client()

@@ -55,7 +55,7 @@ def test_a_failed_save_is_told_cleaned_up_and_tried_again(
             broken.setattr(
                 module,
                 'write_sums',
-                lambda folder: (_ for _ in ()).throw(OSError(28, 'No space left on device')),
+                lambda *_: (_ for _ in ()).throw(OSError(28, 'No space left on device')),
             )
             checkpoints.save(make_state(config, 2), 2)
             assert until_failed(checkpoints, 2, caplog)
@@ -186,7 +186,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from megajax.runtime.processes.distributed import processes
 from megajax.core.parallel.mesh import make_mesh
-from megajax.runtime.checkpoint import checkpoints as checkpoint
+from megajax.runtime.checkpoint import checkpoints as checkpoint, digests, orbax_manager
 from megajax.core.config import CheckpointError
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
 from megajax.runtime.run.lock import run_lock
@@ -194,7 +194,9 @@ from checkpoints import tiny
 from megajax.core.train.step import init_state
 from megajax.core.parallel.mesh import concrete
 
-folder, config = Path(sys.argv[1]), tiny(checkpoint={'every': 10, 'minutes': 1, 'keep': 3})
+saves = {'every': 10, 'minutes': 1, 'keep': 3}
+folder, config = Path(sys.argv[1]), tiny(checkpoint=saves, optim={'shard': 'weights'})
+hashed = []
 jax.config.update('jax_num_cpu_devices', 2)
 
 def make_state(seed):
@@ -205,6 +207,13 @@ def make_state(seed):
         return jax.make_array_from_callback(x.shape, x.sharding, lambda index: whole[index])
     return jax.tree.map(place, abstract)
 
+def digest(path, own=digests._digest):
+    hashed.append(path)
+    return own(path)
+
+def fails(*_):
+    raise OSError(28, 'No space left')
+
 def same(a, b):
     return all(
         np.array_equal(x.data, y.data)
@@ -213,7 +222,8 @@ def same(a, b):
     )
 
 with processes():
-    first = jax.process_index() == 0
+    first, digests._digest = jax.process_index() == 0, digest
+    own, other = (f'ocdbt.process_{index}' for index in ((0, 1) if first else (1, 0)))
     with (
         run_lock(folder),
         jax.set_mesh(make_mesh(2, 2)),
@@ -224,21 +234,29 @@ with processes():
         for step in (1, 2):
             checkpoints.save(make_state(step), step)
             assert checkpoints.wait()
+        folders = {folder for path in hashed for folder in path.parts}
+        assert own in folders and other not in folders
         if first:
-            sound = checkpoint.write_sums
-            checkpoint.write_sums = (
-                lambda folder: (_ for _ in ()).throw(OSError(28, 'No space left'))
-            )
+            sound, checkpoint.write_sums = checkpoint.write_sums, fails
         checkpoints.save(make_state(3), 3)
         while not checkpoints.poll(3):
             time.sleep(0.02)
         assert not checkpoints.wait()
         if first:
             checkpoint.write_sums = sound
+        else:
+            sound, orbax_manager.hash_part = orbax_manager.hash_part, fails
+        checkpoints.save(make_state(3), 3)
+        assert not checkpoints.wait()
+        assert not (folder / 'c/3').exists()
+        if not first:
+            orbax_manager.hash_part = sound
         checkpoints.save(make_state(4), 4)
         while checkpoints._saving:
             assert not checkpoints.poll(4)
+        hashed.clear()
         assert checkpoints.newest_verified() == 4
+        assert not hashed
         assert same(checkpoints.restore(4), make_state(4))
         checkpoints.delete_after(1)
         assert checkpoints.newest_verified() == 1
