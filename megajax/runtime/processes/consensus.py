@@ -117,7 +117,8 @@ class SaveBarrier:
         part = self.hash_part() if self.WRITTEN in key else None
         while True:
             self.round += 1
-            client.key_value_set(f'{self._keys(self.round)}{me}', key)
+            # An earlier run of the same processes has left the key of its last round.
+            client.key_value_set(f'{self._keys(self.round)}{me}', key, allow_overwrite=True)
             if part is not None:
                 client.key_value_set(f'{self._parts(self.round)}{me}', part)
             client.wait_at_barrier(f'megajax_save_{self.round}', timeout_ms)

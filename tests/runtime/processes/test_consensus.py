@@ -59,9 +59,11 @@ def in_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, list[Coun
             return list(pool.map(process, range(PROCESSES), [task] * PROCESSES, *values))
 
         list(pool.map(lambda client: client.connect(), clients))
-        yield run, clients
-        list(pool.map(lambda client: client.shutdown(), clients))
-    service.shutdown()
+        try:
+            yield run, clients
+        finally:
+            list(pool.map(lambda client: client.shutdown(), clients))
+            service.shutdown()
 
 
 def test_each_process_asks_the_coordinator_once_for_the_keys_of_all(
@@ -99,6 +101,18 @@ def test_the_first_process_reads_what_all_have_hashed_in_this_save_and_no_value_
         left = [clients[0].key_value_dir_get(f'megajax_parts_{round}/') for round in range(5)]
     assert parts == [{*range(PROCESSES)}, {*range(PROCESSES, 2 * PROCESSES)}]
     assert not any(left)
+
+
+def test_the_same_processes_can_save_in_one_run_after_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def save(barrier: SaveBarrier, num_rounds: int) -> None:
+        for key in range(num_rounds):
+            barrier(key=str(key), timeout_ms=60_000)
+
+    with in_threads(monkeypatch) as (run, _):
+        for num_rounds in (1, 2, 3):
+            run(save, [SaveBarrier(str) for _ in range(PROCESSES)], [num_rounds] * PROCESSES)
 
 
 def test_a_process_that_fails_takes_all_to_the_last_barrier(
