@@ -133,7 +133,7 @@ def generate(
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     request = Request(max_tokens=max_tokens, sampling=sampling, seed=seed, stops=tuple(stop or ()))
-    opened, jax = _open(run, overrides or [])
+    opened, jax = _open(run, overrides or [], cast=True)
     if chat:
         said, files = prompt or None, image or []
         return converse(
@@ -170,7 +170,7 @@ def _continue(
     else:
         encoded = encode_prompts(opened.config, opened.tokenizer, texts)
     with jax.set_mesh(opened.mesh):
-        generator = Generator(opened.config, opened.params, opened.tokenizer)
+        generator = Generator(opened.config, opened.params, opened.tokenizer, donate=True)
         show = as_json(texts) if as_lines else as_text(texts)
         for rows in generator.stream(encoded, request, pictures):
             show(rows)
@@ -331,10 +331,10 @@ def _why_not_here(file: str) -> str:
     return '' if exists(Path(file).expanduser()) else f'{file}: no such file or folder'
 
 
-def _open(run: Path, overrides: Sequence[str]) -> tuple['Opened', Any]:
+def _open(run: Path, overrides: Sequence[str], *, cast: bool = False) -> tuple['Opened', Any]:
     log_to_terminal()
     import jax
 
     from megajax.runtime.checkpoint.open import open_model
 
-    return open_model(run, overrides), jax
+    return open_model(run, overrides, cast=cast), jax

@@ -81,7 +81,7 @@ def converse(
         open_chat(tokenizer, vision.image_token if vision else NO_TOKEN, template) as chat,
         jax.set_mesh(opened.mesh),
     ):
-        generator = Generator(opened.config, opened.params, tokenizer)
+        generator = Generator(opened.config, opened.params, tokenizer, donate=True)
         conversation = Conversation(generator, chat, request, system, images)
         is_asked = said is None and sys.stdin.isatty()
         for turn in _lines(is_asked) if said is None else said:

@@ -80,7 +80,7 @@ def answer_all(opened: 'Opened', jax: Any, prompt: str, folder: Path, request: '
     reader = PromptReader(opened.config, opened.tokenizer)
     documents = check_prompts(reader, prompt, find_pictures(folder))
     with jax.set_mesh(opened.mesh):
-        generator = Generator(opened.config, opened.params, opened.tokenizer)
+        generator = Generator(opened.config, opened.params, opened.tokenizer, donate=True)
         cut = 0
         for file, row in answer_all(generator, reader, documents, request):
             cut += is_cut(row, request)

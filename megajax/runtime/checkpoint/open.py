@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from jax.sharding import Mesh
 from megajax.base.errors import reason
 from megajax.core.config import CheckpointError, Config, LoraConfig, overridden, reload
 from megajax.core.config.lora import without_adapters
+from megajax.core.counts.declaration import Parameter
 from megajax.core.model.merged import merged
+from megajax.core.model.parameters import map_parameters
 from megajax.core.parallel.layer_order import tree_on_stages
 from megajax.core.parallel.layout import Layout
 from megajax.core.parallel.mesh import concrete, mesh_for, one_dimensional
@@ -54,7 +57,7 @@ class Opened:
         return carried
 
 
-def open_model(path: Path, overrides: Sequence[str] = ()) -> Opened:
+def open_model(path: Path, overrides: Sequence[str] = (), *, cast: bool = False) -> Opened:
     """Open the model of a run or of one checkpoint (RUN/checkpoints/STEP, or RUN/STEP).
 
     For a run this is its newest checkpoint that verifies. The model's mesh has as many devices as
@@ -68,8 +71,9 @@ def open_model(path: Path, overrides: Sequence[str] = ()) -> Opened:
         with jax.set_mesh(opened.mesh):
             ...
 
-    Raises ConfigError if there is no checkpoint or the overrides do not fit it or the machine, and
-    CheckpointError if every checkpoint is damaged.
+    With `cast`, the matrices are read in the compute dtype, for a `Generator`, which casts them in
+    any case. Raises ConfigError if there is no checkpoint or the overrides do not fit it or the
+    machine, and CheckpointError if every checkpoint is damaged.
     """
     with sound_checkpoint(path) as folder:
         record = read_record(folder)
@@ -88,7 +92,7 @@ def open_model(path: Path, overrides: Sequence[str] = ()) -> Opened:
         mesh = mesh_for(config)
         check_copies(config, [*mesh.devices.flat])
         with jax.set_mesh(mesh):
-            params = restore_params(folder, config)
+            params = restore_params(folder, config, cast=cast)
         return Opened(
             config=config,
             mesh=mesh,
@@ -99,18 +103,22 @@ def open_model(path: Path, overrides: Sequence[str] = ()) -> Opened:
         )
 
 
-def abstract_params(config: Config) -> nnx.State:
-    """Return the parameters' shapes and their stored shardings on the current mesh."""
-    return concrete(jax.eval_shape(lambda: make_params(config)))
+def abstract_params(config: Config, *, cast: bool = False) -> nnx.State:
+    """Return the parameters' shapes and their stored shardings on the current mesh.
+
+    With `cast`, the matrices are in the compute dtype.
+    """
+    make = partial(make_params, config)
+    return concrete(jax.eval_shape(lambda: _cast(make(), config) if cast else make()))
 
 
-def restore_params(folder: Path, config: Config) -> nnx.State:
+def restore_params(folder: Path, config: Config, *, cast: bool = False) -> nnx.State:
     """Restore the parameters in a checkpoint's folder, with their stored shardings.
 
     Each process reads the shards of its own devices. Adapters that only the config has are
-    initialized; adapters that only the checkpoint has are merged into its weights. Raises
-    ConfigError if the folder contains different parameters, and CheckpointError if they cannot be
-    restored.
+    initialized; adapters that only the checkpoint has are merged into its weights. With `cast`, the
+    matrices are in the compute dtype, and no device has them in fp32. Raises ConfigError if the
+    folder contains different parameters, and CheckpointError if they cannot be restored.
     """
     record = read_record(folder).config
     there = record.get('lora')
@@ -123,13 +131,30 @@ def restore_params(folder: Path, config: Config) -> nnx.State:
         lora = LoraConfig.model_validate(there)
         saved = config.model_copy(update={'train': train, 'lora': lora})
         params = _restore(folder, saved)
-        return jax.jit(lambda params: between_steps(merged(params, saved), config))(params)
-    return _restore(folder, config)
+
+        def merge(params: nnx.State) -> nnx.State:
+            weights = between_steps(merged(params, saved), config)
+            return _cast(weights, config) if cast else weights
+
+        return jax.jit(merge)(params)
+    return _restore(folder, config, cast=cast)
 
 
-def _restore(folder: Path, config: Config, *, with_adapters: bool = True) -> nnx.State:
+def _cast(params: nnx.State, config: Config) -> nnx.State:
+    """Return the parameters with their matrices in the compute dtype."""
+
+    def cast(declared: Parameter, x: jax.Array) -> jax.Array:
+        return x.astype(config.train.compute_dtype) if declared.is_matrix else x
+
+    cast_params: nnx.State = map_parameters(cast, params)
+    return cast_params
+
+
+def _restore(
+    folder: Path, config: Config, *, with_adapters: bool = True, cast: bool = False
+) -> nnx.State:
     """Restore the parameters, with or without adapters; raises like `restore_params`."""
-    item: Any = {'params': abstract_params(config)}
+    item: Any = {'params': abstract_params(config, cast=cast)}
     if not with_adapters:
         item['params'] = nnx.filter_state(
             item['params'], lambda _, param: not param.declared.is_adapter
@@ -138,7 +163,7 @@ def _restore(folder: Path, config: Config, *, with_adapters: bool = True) -> nnx
         folder,
         unpadded(item, Layout.of(config)),
         under='params/',
-        any_dtype=config.lora is not None,
+        any_dtype=cast or config.lora is not None,
     )
     to_saved, to_current = renames(folder)
     item = to_saved(item)

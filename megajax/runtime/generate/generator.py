@@ -17,7 +17,7 @@ from megajax.runtime.generate.engine import NO_TOKEN, Start, engine
 from megajax.runtime.generate.image_prompts import PromptImages, stack
 from megajax.runtime.generate.prompt_images import PromptBatch
 from megajax.runtime.generate.sampling import Sampling
-from megajax.runtime.generate.weights import inference_config, make_weights
+from megajax.runtime.generate.weights import delete, inference_config, make_weights
 
 TOKENS_AT_ONCE = 16  # number of tokens generated per dispatch, between two searches for stops
 BATCH_SIZE = 16  # number of prompts in a batch
@@ -71,13 +71,22 @@ _Growth = GeneratorType[tuple[int, list[Continuation]], None, Start | None]
 class Generator:
     """A model that generates text on the current mesh.
 
-    The weights are stored in the compute dtype, in addition to `params`. A generator with the same
-    config but different parameters recompiles nothing.
+    The weights are stored in the compute dtype, in addition to `params`; with `donate`, `params`
+    are deleted. A generator with the same config but different parameters recompiles nothing.
     """
 
-    def __init__(self, config: Config, params: nnx.State, tokenizer: Tokenizer | None = None):
+    def __init__(
+        self,
+        config: Config,
+        params: nnx.State,
+        tokenizer: Tokenizer | None = None,
+        *,
+        donate: bool = False,
+    ):
         self.config, self.tokenizer = config, tokenizer
         self._weights = make_weights(config, params)
+        if donate:
+            delete(params, keep=self._weights)
         self._engine = engine(config)
 
     def texts(self, prompts: Sequence[str], request: Request) -> list[str]:

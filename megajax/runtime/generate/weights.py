@@ -112,6 +112,15 @@ def _maker(config: Config) -> Any:
     return jax.jit(make)
 
 
+def delete(params: nnx.State, *, keep: LayerWeights) -> None:
+    """Free the memory of the parameters that these weights, made from them, do not contain."""
+    jax.block_until_ready(keep)
+    kept = {id(x) for x in jax.tree.leaves(keep)}
+    for x in jax.tree.leaves(params):
+        if id(x) not in kept:
+            x.delete()
+
+
 def _separate(
     model: LanguageModel | CrossAttention, take: Callable[[Any, int], nnx.Module]
 ) -> tuple[nnx.State, ...]:

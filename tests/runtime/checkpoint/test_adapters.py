@@ -147,6 +147,13 @@ def test_a_model_that_is_opened_or_generates_has_them_added(tuned: Path) -> None
     with jax.set_mesh(opened.mesh):
         assert_close(gather(opened.params), expected, 1e-6)
         of_opened = make_weights(opened.config, opened.params)
+    plain, cast = (
+        by_name(open_model(tuned, ['train.dtype=bfloat16'], cast=cast).params)
+        for cast in (False, True)
+    )
+    for name, x in cast.items():
+        np.testing.assert_array_equal(x, plain[name].astype(x.dtype), err_msg=name)
+    assert cast['layers.mlp.up.weight'].dtype == 'bfloat16'
     live = adapted(train={'dtype': 'float32'})
     with on_mesh(live):
         of_live = make_weights(live, restore_params(tuned, live))

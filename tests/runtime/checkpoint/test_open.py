@@ -19,6 +19,7 @@ from megajax.runtime.checkpoint.digests import find_steps
 from megajax.runtime.checkpoint.open import Opened, abstract_params, open_model
 from megajax.runtime.checkpoint.orbax_manager import gb_to_read
 from megajax.runtime.data.text.tokenizer import byte_tokenizer
+from megajax.runtime.generate.weights import make_weights
 
 TINY = {'num_layers': 1, 'hidden_size': 32, 'num_heads': 4, 'vocab_size': 300}
 
@@ -79,6 +80,20 @@ def test_a_run_opens_with_as_many_copies_as_fit_unless_their_number_is_given(
     assert dict(opened.mesh.shape) == {'data': 1, 'model': 2}
     with pytest.raises(ConfigError, match=r'on 4 simulated devices, .*: set mesh\.data=1, or'):
         open_model(run, ['mesh.data=2'])
+
+
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float16', 'float32'])
+def test_matrices_that_are_cast_while_they_are_read_give_the_same_weights(
+    run: Path, dtype: str
+) -> None:
+    overrides = ['mesh.data=1', 'mesh.model=2', f'train.dtype={dtype}']
+    plain, cast = (open_model(run, overrides, cast=cast) for cast in (False, True))
+    assert {str(x.dtype) for x in by_name(cast.params).values() if x.ndim > 2} == {dtype}
+    with jax.set_mesh(cast.mesh):
+        weights = [make_weights(each.config, each.params) for each in (plain, cast)]
+    for one, other in zip(*map(jax.tree.leaves, weights), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
 
 
 def test_so_does_each_of_its_checkpoints(run: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 from flax import nnx
 from support import (
     abstract_state,
+    by_name,
     graph_of,
     make_config,
     on_mesh,
@@ -616,6 +617,18 @@ def test_a_document_ends_at_its_last_token_unless_more_is_asked_for() -> None:
     assert (ended[0].ids, ended[0].end) == (rows[0].ids[:4], 'eod')
     assert went_on[0].ids[:5] == [*rows[0].ids[:4], tokenizer.eod]
     assert [(len(row.ids), row.end) for row in went_on] == [(8, 'length')] * 3
+
+
+def test_donated_params_are_freed_and_the_texts_stay_the_same() -> None:
+    config, request = small('llama'), Request(max_tokens=4, sampling=GREEDY)
+    with on_mesh(config):
+        params = make_params(config)
+        *_, expected = Generator(config, params).stream(PROMPTS, request)
+        generator = Generator(config, params, donate=True)
+        *_, rows = generator.stream(PROMPTS, request)
+    assert [row.ids for row in rows] == [row.ids for row in expected]
+    kept = [name for name, x in by_name(params).items() if not x.is_deleted()]
+    assert not any('layers' in name for name in kept)
 
 
 def test_each_of_several_ends_ends_its_row_and_is_not_part_of_the_text() -> None:
