@@ -22,11 +22,12 @@ from megajax.core.config.divisors import divisors
 from megajax.core.config.lora import without_adapters
 from megajax.core.config.rules import incompatibilities
 from megajax.core.counts.collective import HLO_DTYPES, REDUCE
-from megajax.core.counts.parameters import dim_sizes, elements, own_counts
+from megajax.core.counts.parameters import dim_sizes, elements, own_counts, parameters
 from megajax.core.counts.products import products
 from megajax.core.counts.runs import Runs
 from megajax.core.counts.windows import windows
 from megajax.core.hardware.records import LinkName, hardware
+from megajax.core.parallel.layout import Layout
 from megajax.xla.hlo.program import Array
 from megajax.xla.hlo.transfers import ring_bytes
 
@@ -39,6 +40,7 @@ class GenerationLine(Result):
     model: int = Field(description='GPUs that share each matrix')
     weights: int = Field(description='bytes of the weights, in train.dtype')
     cache: int = Field(description='bytes of keys and values of all sequences, at the last token')
+    loading: int = Field(description='peak bytes while the weights are loaded')
     fits: bool
     first_token: float = Field(description='seconds to the first token: the prompts')
     token: float = Field(description='seconds per later token of each sequence, on average')
@@ -151,16 +153,28 @@ def _line(step: Config, cluster: Cluster, tokens: int) -> GenerationLine:
     computing = 2 * multiplied / (peak_flops(step, cluster) * gpu.efficiency.matmul)
     token = max(reading, computing) + sending
     cache = int(of_token * cached_at_end)
+    loading = weights + size * _twice(step)
     return GenerationLine(
         model=shards,
         weights=weights,
         cache=cache,
-        fits=weights + cache <= usable_memory(cluster),
+        loading=loading,
+        fits=max(loading, weights + cache) <= usable_memory(cluster),
         first_token=_prompt(step, cluster),
         token=token,
         sending=sending,
         tokens_per_second=rows / token,
     )
+
+
+def _twice(config: Config) -> int:
+    """Return the elements per GPU that are in memory twice while the weights are loaded.
+
+    They are the matrices of the layers, stacked as in the checkpoint and one by one.
+    """
+    sizes, shards = dim_sizes(config.model), Layout.of(config).shards
+    layers = (x for _, x in parameters(config.model) if x.is_matrix and x.is_stacked)
+    return sum(elements(x.dims, sizes, shards) for x in layers)
 
 
 def _shares_of_experts(model: ModelConfig, rows: int) -> tuple[float, float]:
