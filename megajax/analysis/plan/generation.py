@@ -55,6 +55,9 @@ class Generation(Result):
     prompt: int
     tokens: int
     batch: int
+    reads_images: bool = Field(
+        default=False, description='whether the model has an encoder; the times are without images'
+    )
     lines: list[GenerationLine]
 
 
@@ -93,11 +96,18 @@ def plan_generation(
     if problems := incompatibilities(steps[0]):
         raise ConfigError(*problems)
     lines = [
-        _line(step, Cluster.of(record, step.mesh.model), tokens)
+        _line(step, config, Cluster.of(record, step.mesh.model), tokens)
         for step in steps
         if not incompatibilities(step)
     ]
-    return Generation(hardware=record.name, prompt=prompt, tokens=tokens, batch=batch, lines=lines)
+    return Generation(
+        hardware=record.name,
+        prompt=prompt,
+        tokens=tokens,
+        batch=batch,
+        reads_images=config.vision is not None,
+        lines=lines,
+    )
 
 
 def _lengths(most: int, prompt: int | None, tokens: int | None) -> tuple[int, int]:
@@ -132,11 +142,12 @@ def _step(config: Config, count: int, prompt: int, batch: int) -> Config:
     )
 
 
-def _line(step: Config, cluster: Cluster, tokens: int) -> GenerationLine:
+def _line(step: Config, config: Config, cluster: Cluster, tokens: int) -> GenerationLine:
+    """Return the line of a pass over prompts without images, for all weights of `config`."""
     model, rows, shards = step.model, step.train.batch_size, step.mesh.model
     size = BYTES[step.train.dtype]
     counts = own_counts(step)
-    weights = size * counts.matrices + 4 * (counts.all - counts.matrices)
+    loaded = step.model_copy(update={'vision': config.vision, 'relevance': config.relevance})
     # A shard has keys and values of at least one complete head.
     own_heads = max(1, model.num_kv_heads // shards)
     of_token = size * rows * own_heads * elements('LUH', dim_sizes(model))
@@ -146,14 +157,14 @@ def _line(step: Config, cluster: Cluster, tokens: int) -> GenerationLine:
     table = 0 if model.tie_embeddings else model.padded_vocab_size * model.hidden_size // shards
     of_experts = own_counts(step, of_experts=True).matrices
     active, used = _shares_of_experts(model, rows)
-    read = weights - size * (table + of_experts * (1 - used)) + of_token * cached
+    read = _bytes(step) - size * (table + of_experts * (1 - used)) + of_token * cached
     multiplied = rows * (counts.matrices - table - of_experts * (1 - active))
     gpu = cluster.hardware
     reading = read / (gpu.memory_bandwidth * gpu.efficiency.memory)
     computing = 2 * multiplied / (peak_flops(step, cluster) * gpu.efficiency.matmul)
     token = max(reading, computing) + sending
-    cache = int(of_token * cached_at_end)
-    loading = weights + size * _twice(step)
+    weights, cache = _bytes(loaded), int(of_token * cached_at_end)
+    loading = weights + size * _twice(loaded)
     return GenerationLine(
         model=shards,
         weights=weights,
@@ -167,14 +178,24 @@ def _line(step: Config, cluster: Cluster, tokens: int) -> GenerationLine:
     )
 
 
+def _bytes(config: Config) -> int:
+    """Return the bytes of a model's weights per GPU: matrices in `train.dtype`, others in fp32."""
+    counts = own_counts(config)
+    return BYTES[config.train.dtype] * counts.matrices + 4 * (counts.all - counts.matrices)
+
+
 def _twice(config: Config) -> int:
     """Return the elements per GPU that are in memory twice while the weights are loaded.
 
-    They are the matrices of the layers, stacked as in the checkpoint and one by one.
+    They are the matrices of the layers, stacked as in the checkpoint and one by one, and those of
+    the encoder, of which each data shard gets a copy.
     """
     sizes, shards = dim_sizes(config.model), Layout.of(config).shards
-    layers = (x for _, x in parameters(config.model) if x.is_matrix and x.is_stacked)
-    return sum(elements(x.dims, sizes, shards) for x in layers)
+    return sum(
+        elements(x.dims, sizes, shards)
+        for _, x in parameters(config.model)
+        if x.is_matrix and (x.is_stacked or x.owner == 'encoder')
+    )
 
 
 def _shares_of_experts(model: ModelConfig, rows: int) -> tuple[float, float]:

@@ -25,7 +25,8 @@ def generation_table(plan: Generation) -> RenderableType:
             f'{line.tokens_per_second:,.0f}',
             '' if line.fits else 'does not fit',
         )
-    asked = f'{plan.tokens:,} tokens after a prompt of {plan.prompt:,}'
+    without = ' without images' if plan.reads_images else ''
+    asked = f'{plan.tokens:,} tokens after a prompt of {plan.prompt:,}{without}'
     return Group(
         Text(f'{asked}, {count(plan.batch, "sequence")} at once, {plan.hardware}'),
         Folded(table),

@@ -111,6 +111,27 @@ def test_shards_without_a_head_of_keys_and_values_copy_one() -> None:
     assert by_shards[16] == by_shards[8] == by_shards[32]
 
 
+@pytest.mark.parametrize('preset', ['qwen3_vl_2b', 'arr_coc_32b'])
+def test_all_weights_of_a_model_of_images_are_there_and_the_times_are_of_text(preset: str) -> None:
+    config = load(preset)
+    found = planned(config, batch=1)
+    text = planned(config.model_copy(update={'vision': None, 'relevance': None}), batch=1)
+    assert (found.reads_images, text.reads_images) == (True, False)
+    assert found.lines[0].weights == pytest.approx(2 * num_parameters(config.model), rel=0.005)
+    for line, of_text in zip(found.lines, text.lines, strict=True):
+        assert (line.token, line.cache) == (of_text.token, of_text.cache)
+        # no shard has only a part of the encoder
+        assert line.weights - of_text.weights == found.lines[0].weights - text.lines[0].weights
+
+
+def test_layers_of_cross_attention_are_counted() -> None:
+    images = ['vision.num_layers=1', 'vision.hidden_size=64', 'vision.num_heads=4']
+    images += ['vision.max_patches=16', 'vision.fusion=cross_attention', 'vision.cross_every=4']
+    config = load('llama3_8b', images)
+    line, *_ = planned(config, batch=1).lines
+    assert line.weights == pytest.approx(2 * num_parameters(config.model), rel=0.005)
+
+
 def test_groups_fill_hosts() -> None:
     found = plan_generation(load('megatron_2.5b'), gpu='h100', gpus=16)
     assert [line.model for line in found.lines] == [1, 2, 4, 5]  # of 20 heads, not 10 GPUs
