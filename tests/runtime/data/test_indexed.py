@@ -8,6 +8,7 @@ import shutil
 import struct
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megajax.core.config import ConfigError
+from megajax.runtime.data.tokens import indexed
 from megajax.runtime.data.tokens.indexed import (
     HEADER,
     Sequences,
@@ -24,6 +26,7 @@ from megajax.runtime.data.tokens.indexed import (
 )
 
 ORACLES = Path(__file__).parent / 'oracles/gpt_dataset'
+CHUNKS = [1, 2, 3, indexed.CHUNK]
 
 
 def index_bytes(dtype: type, lengths: list[int], documents: list[int]) -> bytes:
@@ -52,8 +55,12 @@ def pair(tmp_path: Path) -> Path:
     return write_pair(tmp_path / 'web', [3, 0, 4, 2], [0, 2, 2, 4])
 
 
+@pytest.mark.parametrize('chunk', CHUNKS)
 @pytest.mark.parametrize('name', ['a', 'b', 'c'])
-def test_what_megatron_wrote_is_written_again_byte_for_byte(name: str) -> None:
+def test_what_megatron_wrote_is_written_again_byte_for_byte(
+    name: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexed, 'CHUNK', chunk)
     found = read_pair(ORACLES / name)
     written = io.BytesIO()
     write_index(written, found.tokens.dtype, found.lengths, found.documents)
@@ -64,12 +71,19 @@ def test_what_megatron_wrote_is_written_again_byte_for_byte(name: str) -> None:
 @given(
     lengths=st.lists(st.integers(0, 40)),
     dtype=st.sampled_from([np.uint8, np.uint16, np.int32]),
+    chunk=st.sampled_from(CHUNKS),
     data=st.data(),
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_what_is_written_is_read(
-    tmp_path: Path, lengths: list[int], dtype: type, data: st.DataObject
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lengths: list[int],
+    dtype: type,
+    chunk: int,
+    data: st.DataObject,
 ) -> None:
+    monkeypatch.setattr(indexed, 'CHUNK', chunk)
     inner = sorted(data.draw(st.lists(st.integers(0, len(lengths)))))
     prefix = write_pair(tmp_path / 'x', lengths, [0, *inner, len(lengths)], dtype)
     found = read_pair(prefix)
@@ -178,7 +192,11 @@ LENGTHS, POINTERS, DOCUMENTS = (
         ),
     ],
 )
-def test_a_broken_index_is_refused_with_its_byte(pair: Path, break_index, message: str) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize('chunk', CHUNKS)
+def test_a_broken_index_is_refused_with_its_byte(
+    pair: Path, break_index: Any, message: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexed, 'CHUNK', chunk)
     idx = Path(f'{pair}.idx')
     idx.write_bytes(break_index(idx.read_bytes()))
     with pytest.raises(ConfigError, match=message):
