@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from checkpoints import equal, make_state, tiny
 from steps import Setting, batch_of, evaluate, loss_and_gradients
@@ -29,11 +30,19 @@ from support import (
 
 from megajax.core.config import Config
 from megajax.core.model import fp8
+from megajax.core.parallel.layout import Layout
 from megajax.core.train.feed import place_batch
 from megajax.core.train.first_step import Calibration, with_scales
 from megajax.core.train.gradients import make_gradients
-from megajax.core.train.scaling import WINDOW, linears, nothing_seen, remember, scales_of
-from megajax.core.train.step import TrainState, make_train_step
+from megajax.core.train.scaling import (
+    WINDOW,
+    current,
+    linears,
+    nothing_seen,
+    remember,
+    scales_of,
+)
+from megajax.core.train.step import TrainState, init_state, make_train_step
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
 from megajax.xla.hlo.dump import without_cache
 
@@ -58,17 +67,18 @@ def compiling(setting: Setting) -> AbstractContextManager[None]:
 
 @functools.cache
 def without_scales(setting: Setting) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """The gradients of a step in bf16 with the batch of a setting, and the scales after it."""
+    """The gradients of a step in bf16 with the batch of a setting, and the state after it."""
     with compiling(setting), on_mesh(setting.config):
         params = random_params(setting.config, std=0.05)
         given = params, batch_of(setting), jax.random.key(0)
         _, gradients, seen = jax.jit(make_gradients(setting.config))(*given)
-        return gather(gradients), np.asarray(scales_from(seen.places, setting.config))
+        recent = remember(nothing_seen(setting.config), seen.places)
+        return gather(gradients), np.asarray(recent)
 
 
 def scales_in(setting: Setting) -> np.ndarray:
     """The scales after a step in bf16 with the batch of a setting."""
-    return without_scales(setting)[1]
+    return np.asarray(scales_of(jnp.asarray(without_scales(setting)[1])))
 
 
 @functools.cache
@@ -209,11 +219,19 @@ def test_layers_in_order_are_those_of_a_loop(setting: Setting) -> None:
     assert_close(gradients, expected, 1e-6)
 
 
-def test_the_loss_and_each_gradient_are_near_those_of_fp32_and_not_those_of_bf16() -> None:
-    one = ONE.on_one_device
-    loss, gradients, _ = in_fp8(one)
+def test_a_step_is_near_one_in_fp32_and_not_one_in_bf16_and_remembers_its_exponents() -> None:
+    one, (in_bf16, seen) = ONE.on_one_device, without_scales(ONE.on_one_device)
+    before = np.maximum(seen - 5, 0)  # five steps later
+    with on_mesh(one.config):
+        optimizer = optax.trace(decay=0)  # keeps the gradients
+        state = init_state(one.config, random_params(one.config, std=0.05), optimizer=optimizer)
+        state = state._replace(recent=jnp.asarray(before))
+        state, metrics = make_train_step(one.config, optimizer)(state, batch_of(one))
+        loss, gradients = float(metrics['loss']), gather(state.opt_state.trace)
+    recent = np.asarray(state.recent)
+    np.testing.assert_array_equal(recent, remember(before, recent.argmax(-1)))
+    assert np.abs(recent.argmax(-1) - seen.argmax(-1)).max() <= 1  # by rounding to fp8
     exact_loss, exact = loss_and_gradients(one._replace(dtype='float32'))
-    in_bf16, _ = without_scales(one)
     assert relative_error(loss, exact_loss) < 1e-4
     # Relative to the largest element; outside the layers it is that of bf16. With eight draws of
     # the parameters the largest error is between 0.09 and 0.18.
@@ -330,6 +348,19 @@ def test_a_resumed_run_gets_its_scales_from_the_batches_of_an_uninterrupted_one(
     )
     assert due == expected_due
     np.testing.assert_array_equal(recent, expected)
+
+
+def test_a_step_with_current_scaling_gets_a_scale_for_each_layer_of_a_weight() -> None:
+    config = ONE._replace(fp8_scaling='current').config
+    with on_mesh(config):
+        params = random_params(config, std=0.05)
+        found = np.asarray(current(params, config, Layout.of(config)))
+        whole = gather(params)
+    for index, (sublayer, linear) in enumerate(linears(config.model)):
+        largest = [np.abs(x).max() for x in whole[f'layers.{sublayer}.{linear}.weight']]
+        expected = 2.0 ** (6 - np.floor(np.log2(largest)))  # the largest number is in [64, 128)
+        np.testing.assert_array_equal(found[:, index, fp8.W], expected)
+    assert (found[..., [fp8.X, fp8.DY]] == 1).all()
 
 
 @pytest.mark.parametrize('is_lost', [False, True])
