@@ -23,7 +23,7 @@ from megajax.core.model.dispatch import Dropless, WithCapacity
 from megajax.core.model.expert_passes import Settings
 from megajax.core.model.experts import mix
 from megajax.core.parallel.layout import Layout
-from megajax.core.train.routing import after_step
+from megajax.core.train.routing import Load, after_step, attached
 
 LIMIT = 2e-5  # relative, see support.relative_error
 DIMS = {
@@ -117,12 +117,9 @@ def run(config: Config, shares_x: np.ndarray) -> tuple[Arrays, Arrays]:
     with on_mesh(config):
         layout = Layout.of(config)
         arrays = {name: jax.device_put(x, layout(DIMS[name])) for name, x in weights.items()}
-        token = 1 / whole['x'][..., 0].size
-        load = np.zeros((len(router.STATISTICS), experts.count), np.float32)
-        load[router.TOKEN] = token
-        if experts.balance_over == 'batch':
-            load[router.PRESSURE] = experts.balance_loss * experts.count * token * shares_x
-        arrays['load'] = jax.device_put(load, layout('--'))
+        load = Load(jnp.asarray(shares_x[None]), jnp.float32(1))
+        slots, _ = attached(nnx.State({}), nnx.State({}), load, None, config, layout)
+        arrays['load'] = slots['layers']['experts']['router']['load'].get_value()[0]
         arrays['real'] = jax.device_put(np.ones(whole['x'].shape[:2], np.float32), layout('BS'))
         dims = tuple((name, DIMS[name]) for name in weights)
         how = Settings(experts, config.model.activation, layout, dims)
