@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 from steps import Setting, loss_and_gradients, train
 from support import (
+    abstract_state,
     assert_close,
     exhaustive,
     gather,
@@ -21,6 +22,7 @@ from vlm import vlm
 
 from megajax.core.config import Config
 from megajax.core.model.router import STATISTICS
+from megajax.core.train.evaluation import make_eval_step
 from megajax.core.train.feed import place_batch
 from megajax.core.train.routing import after_step, init_load, metrics
 from megajax.core.train.step import make_train_step
@@ -125,10 +127,26 @@ def test_the_selection_bias_moves_towards_experts_with_few_tokens() -> None:
         state = random_state(setting.config)
         start = gather(state.params)[name]
         batch = place_batch(make_batch(setting.config))
-        state, _ = make_train_step(setting.config)(state, batch)
+        state, reported = make_train_step(setting.config)(state, batch)
         moved = (gather(state.params)[name] - start) / 1e-3
     np.testing.assert_allclose(moved, np.sign(1 / 8 - np.asarray(state.load)), atol=0.01)
     assert moved.min() < 0 < moved.max()
+    assert reported['dropped'] > 0
+
+
+def test_an_evaluation_is_the_program_of_a_model_that_drops_no_token() -> None:
+    config = Setting('capacity', 1, 1).config
+    experts = config.model.experts
+    assert experts is not None
+    dropless = experts.model_copy(update={'capacity': None})
+    model = config.model.model_copy(update={'experts': dropless})
+    with on_mesh(config):
+        given = abstract_state(config).params, place_batch(make_batch(config))
+        with_capacity, without = (
+            make_eval_step(each).lower(*given).as_text()
+            for each in (config, config.model_copy(update={'model': model}))
+        )
+    assert with_capacity == without
 
 
 @pytest.mark.parametrize('over', ['batch', slow('sequence')])
