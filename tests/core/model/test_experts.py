@@ -1,5 +1,6 @@
 """A layer of experts computes what every expert computes for every token, weighted."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -154,6 +155,24 @@ def test_tokens_come_back_from_their_experts(capacity: float | None) -> None:
     x_TD = random.normal(size=(16, D)).astype(np.float32)
     for back in there_and_back(chosen, x_TD):
         np.testing.assert_array_equal(back, np.repeat(x_TD, 2, 0))
+
+
+def test_the_statistics_are_sums_over_the_tokens_that_are_no_padding() -> None:
+    random = np.random.default_rng(4)
+    logit = random.normal(size=(6, X)).astype(np.float32)
+    chosen, real = np.argsort(-logit)[:, :2], np.array([1, 1, 0, 1, 1, 0], np.float32)
+    is_dropped = np.arange(12).reshape(6, 2) % 3 == 0
+    found = jax.jit(partial(router.statistics, experts=config()))(logit, chosen, is_dropped, real)
+    score = np.exp(logit) / np.exp(logit).sum(-1, keepdims=True)
+    of_expert = chosen[..., None] == np.arange(X)
+    each = {
+        router.CHOSEN: of_expert.sum(1),
+        router.SCORES: score,
+        router.ENTROPY: -score * np.log(score),
+        router.DROPPED: (is_dropped[..., None] & of_expert).sum(1),
+    }
+    for row, of_token in each.items():
+        np.testing.assert_allclose(found[row], real @ of_token, rtol=1e-5)
 
 
 def test_equal_scores_choose_the_first_experts() -> None:

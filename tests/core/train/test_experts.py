@@ -21,7 +21,7 @@ from support import (
 from vlm import vlm
 
 from megajax.core.config import Config
-from megajax.core.model.router import STATISTICS
+from megajax.core.model.router import CHOSEN, DROPPED, ENTROPY, STATISTICS
 from megajax.core.train.evaluation import make_eval_step
 from megajax.core.train.feed import place_batch
 from megajax.core.train.routing import after_step, init_load, metrics
@@ -222,3 +222,19 @@ def test_only_a_balance_loss_over_the_batch_is_reported() -> None:
     for over, reported in (('batch', 0.5 * 2), ('sequence', None)):
         config = make_config('llama', model={'experts': experts | {'balance_over': over}})
         assert metrics(sums, config).get('balance_loss') == reported
+
+
+def test_the_reported_load_entropy_and_drops_are_of_all_layers() -> None:
+    capacity = {'capacity': 1.0, 'capacity_group': 4}
+    experts = {'count': 4, 'active': 2, 'ffn_size': 32, 'balance_loss': 0.0} | capacity
+    sums = np.full((2, len(STATISTICS), 4), 9.0)  # of 4 tokens in each layer
+    sums[:, CHOSEN] = [6, 2, 0, 0], [2, 2, 2, 2]
+    sums[:, ENTROPY] = [1, 1, 1, 1], [0.5, 0.5, 0.5, 0.5]
+    sums[:, DROPPED] = [2, 0, 0, 0], [0, 0, 0, 0]
+    found = metrics(jnp.asarray(sums), make_config('llama', model={'experts': experts}))
+    assert {name: float(x) for name, x in found.items()} == {
+        'expert_load': 3,
+        'router_entropy': 0.75,
+        'idle_experts': 2,
+        'dropped': 1 / 8,
+    }
