@@ -39,8 +39,12 @@ def test_the_sums_are_those_of_one_microbatch(rows: int) -> None:
     def sums(microbatches: int) -> dict[str, float]:
         config = config_of(microbatches)
         with on_mesh(config):
-            batch = place_batch({name: x[:rows] for name, x in make_batch(config).items()})
+            whole = make_batch(config)
+            whole['label_bytes'] = whole['labels'] % 5
+            batch = place_batch({name: x[:rows] for name, x in whole.items()})
             found = make_eval_step(config)(random_params(config, std=0.05), batch)
+        assert found['bytes'] == (whole['labels'][:rows] % 5).sum()
+        assert found['tokens'] == whole['loss_mask'][:rows].sum()
         return jax.tree.map(float, found)
 
     assert sums(16) == pytest.approx(sums(1), rel=1e-6)
