@@ -107,6 +107,15 @@ def test_a_loss_far_above_the_last_ones_is_a_spike_once_there_are_enough() -> No
     assert (bool(watched.taken), bool(watched.spike)) == (True, True)
 
 
+def test_a_spike_is_six_deviations_above_the_mean_of_the_last_losses_alone() -> None:
+    guard = usual(USUAL_STEPS)
+    for i in range(USUAL_STEPS):
+        verdict, guard = judged(guard, 2 + 0.1 * (-1) ** i, 1.0, spikes=True)
+        assert verdict.taken
+    spikes = [bool(judged(guard, loss, 1.0, spikes=True)[0].spike) for loss in (2.55, 2.65)]
+    assert spikes == [False, True]
+
+
 @pytest.mark.parametrize(('loss', 'grad_norm'), [(np.nan, 1.0), (3.0, np.inf), (np.inf, np.nan)])
 def test_numbers_that_are_not_finite_do_not_reach_the_window(loss: float, grad_norm: float) -> None:
     verdict, after = judged(usual(5), loss, grad_norm, spikes=True)
