@@ -574,6 +574,16 @@ def test_the_command_lists_and_compares(folder: Path) -> None:
     assert 'choose one of steps' in str(missing.exception)
 
 
+def test_a_difference_is_relative_to_all_blocks_and_a_nan_is_never_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compare, 'BLOCK', 2)
+    zeros, ones = np.zeros(5, np.float32), np.ones(5, np.float32)
+    pairs = ([np.nan, 1, 1, 1, 1], ones), ([1, 2, 2, 2, 3], [4, 2, 2, 2, 2]), (ones, zeros)
+    found = [compare._difference(*map(np.asarray, pair)) for pair in (*pairs, (zeros, zeros))]
+    np.testing.assert_array_equal(found, [np.nan, 0.75, np.inf, 0])
+
+
 def test_a_step_that_is_compared_is_intact_and_stays_until_then(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
