@@ -129,7 +129,7 @@ def test_a_damaged_step_is_refused_by_name(
     name = largest(folder / '2') if name == 'largest' else name
     damage(folder / '2' / name)
     assert newest(folder) == 1
-    refused = [record.message for record in caplog.records if 'refused' in record.message]
+    refused = [record.message for record in caplog.records if 'is rejected: ' in record.message]
     assert len(refused) == 1
     assert name in refused[0] or (
         name == SUMS and damage is flip
