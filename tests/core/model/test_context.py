@@ -18,7 +18,7 @@ from megajax.core.parallel.mesh import make_mesh
 from megajax.core.parallel.zigzag import position_at
 
 ROWS, LENGTH, HEADS, GROUPS, HEAD_DIM = 2, 32, 4, 2, 8
-SCALE = 0.5
+SCALE, RATE = 0.5, 0.1
 
 
 def arrays(*heads: int) -> list[np.ndarray]:
@@ -40,7 +40,14 @@ def first_tokens() -> np.ndarray:
     return np.maximum.accumulate(np.array(starts, np.int32), axis=1)
 
 
-def whole(q, k, v, sinks=None, document=None):
+def kept() -> jax.Array:
+    """The weights that dropout keeps in whole sequences, [ROWS, HEADS, LENGTH, LENGTH]."""
+    shape = HEADS, LENGTH, LENGTH
+    draw = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - RATE, shape))
+    return draw(jax.random.split(jax.random.key(0), ROWS))
+
+
+def whole(q, k, v, sinks=None, document=None, kept=None):
     if sinks is None:
         mask = None if document is None else document[:, None, :, None] == document[:, None, None]
         return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, scale=SCALE)
@@ -48,14 +55,16 @@ def whole(q, k, v, sinks=None, document=None):
     score = SCALE * jnp.einsum('rsnh,rynh->rnsy', q, k)
     score = jnp.where(np.tri(LENGTH, dtype=bool), score, -jnp.inf)
     column = jnp.broadcast_to(sinks[:, None, None], (*score.shape[:3], 1))
-    weight = jax.nn.softmax(jnp.concatenate([score, column], axis=-1))
-    return jnp.einsum('rnsy,rynh->rsnh', weight[..., :-1], v)
+    weight = jax.nn.softmax(jnp.concatenate([score, column], axis=-1))[..., :-1]
+    if kept is not None:
+        weight = jnp.where(kept, weight, 0) / (1 - RATE)
+    return jnp.einsum('rnsy,rynh->rsnh', weight, v)
 
 
 @pytest.mark.parametrize(
     ('shards', 'exchange', 'more'),
     [
-        (4, 'ring', 'sinks'),
+        (4, 'ring', 'sinks and dropout'),
         (2, 'gather', ''),
         (4, 'gather', 'documents'),
         slow(8, 'ring', 'documents'),
@@ -69,12 +78,16 @@ def test_output_and_gradients_are_those_of_whole_sequences(
     shards: int, exchange: str, more: str
 ) -> None:
     q, k, v, do = arrays(HEADS, GROUPS, GROUPS, HEADS)
-    sinks = (np.linspace(-2, 2, HEADS, dtype=np.float32),) if more == 'sinks' else ()
+    sinks = (np.linspace(-2, 2, HEADS, dtype=np.float32),) if 'sinks' in more else ()
     first = first_tokens() if more == 'documents' else None
+    rate, keys = 0.0, None
+    if 'dropout' in more:
+        rate, keys = RATE, jax.random.key_data(jax.random.split(jax.random.key(0), ROWS))
 
     @jax.jit
     def of_whole_sequences(do, *arrays):
-        o, pullback = jax.vjp(partial(whole, document=first), *arrays)
+        attend = partial(whole, document=first, kept=kept() if rate else None)
+        o, pullback = jax.vjp(attend, *arrays)
         return [o, *pullback(do)]
 
     expected = of_whole_sequences(do, q, k, v, *sinks)
@@ -90,7 +103,7 @@ def test_output_and_gradients_are_those_of_whole_sequences(
     def output_and_gradients(first, do, *arrays):
         def of_shard(first, do, *arrays):
             def attend(q, k, v, sinks=None):
-                return attend_by(passes(exchange, 'xla', SCALE, 0.0), q, k, v, first, sinks)
+                return attend_by(passes(exchange, 'xla', SCALE, rate), q, k, v, first, sinks, keys)
 
             o, pullback = jax.vjp(attend, *arrays)
             return o, *pullback(do)

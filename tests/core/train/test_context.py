@@ -3,11 +3,18 @@
 Errors are relative to the largest element, see `support.relative_error`.
 """
 
+from functools import partial
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 from steps import Setting, evaluate, loss_and_gradients, train
-from support import assert_close, exhaustive, relative_error, slow
+from support import assert_close, exhaustive, make_batch, on_mesh, relative_error, slow
+
+from megajax.core.parallel.layout import Layout
+from megajax.core.train.feed import place_batch
+from megajax.core.train.microbatches import with_weights
 
 SP = {'sequence_parallel': True}
 RING = {'context_exchange': 'ring'}
@@ -42,6 +49,22 @@ def test_loss_and_gradients_are_those_of_whole_sequences(setting: Setting) -> No
     )
     assert relative_error(loss, expected_loss) <= 1e-6
     assert_close(gradients, expected, 1e-5)
+
+
+def test_shards_get_the_positions_of_their_tokens_and_the_first_one_the_weights_of_rows() -> None:
+    config = sharded('bert', 4).config
+    batch = make_batch(config)
+    rows, length = batch['tokens'].shape
+    batch['tokens'] = np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length))
+    batch['loss_mask'][:-1] = 1
+    batch['loss_mask'][-1] = 0  # a row that pads the batch
+    with on_mesh(config):
+        given = jax.jit(partial(with_weights, config=config, layout=Layout.of(config)))
+        shards = given(place_batch(batch))
+    np.testing.assert_array_equal(shards['positions'], shards['tokens'])
+    expected = np.zeros((rows, 4))
+    expected[:-1, 0] = 1 / (rows - 1)
+    np.testing.assert_allclose(shards['row_weights'], expected, rtol=1e-6)
 
 
 def with_windows(context: int, seq_len: int, **fields: Any) -> Setting:

@@ -4,6 +4,7 @@ Errors are relative to the largest element, see `support.relative_error`. The mo
 (`gpt`, `bert`) and document masks (`llama`).
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from support import (
     relative_error,
 )
 
+from megajax.core.config import Config
 from megajax.core.counts.schedule import IDLE, schedule_of
 from megajax.core.parallel.layout import STAGES, Layout
 from megajax.core.train.feed import place_batch
@@ -157,23 +159,44 @@ def test_two_runs_on_the_same_mesh_are_equal_to_the_bit() -> None:
     assert_close(second.params, first.params, 0)
 
 
-def test_an_idle_stage_gets_the_embedded_tokens_too() -> None:
-    """Equal tokens would all choose the same experts, for which every stage would wait."""
-    config = make_config('gpt', mesh={'stages': 2}, train={'microbatches': 2})
+@functools.cache
+def interleaved() -> tuple[Config, StageModel]:
+    """A pipeline of two stages, each with two chunks of two layers."""
+    config = make_config(
+        'gpt',
+        model={'num_layers': 8},
+        mesh={'stages': 2, 'virtual_stages': 2},
+        train={'microbatches': 2},
+    )
     with on_mesh(config):
         layout = Layout.of(config)
         batch = with_weights(place_batch(make_batch(config)), config, layout)
         microbatches = jax.tree.map(lambda x: split(x, config.train.microbatches, layout), batch)
-        model = StageModel(
-            Objective.of(config, layout),
-            layout,
-            schedule_of(config),
-            random_params(config, std=0.05),
-            None,
-            microbatches,
-        )
+        params = random_params(config, std=0.05)
+        objective, schedule = Objective.of(config, layout), schedule_of(config)
+        return config, StageModel(objective, layout, schedule, params, None, microbatches)
+
+
+def test_an_idle_stage_gets_the_embedded_tokens_too() -> None:
+    """Equal tokens would all choose the same experts, for which every stage would wait."""
+    config, model = interleaved()
+    with on_mesh(config):
         passes_Z3 = jax.reshard(jnp.array([[0, 0, 0], [IDLE] * 3]), STAGES('Z-'))
         x = model.input(model.zeros('BTD'), jnp.int32(0), passes_Z3)
         first, idle = np.asarray(x)
     np.testing.assert_array_equal(first, idle)
     assert idle.any()
+
+
+@pytest.mark.parametrize('chunk', [0, 1])
+def test_a_pass_counts_its_layers_from_the_first_one_that_its_stage_has_in_the_chunk(
+    chunk: int,
+) -> None:
+    """The keys of dropout follow from this index."""
+    config, model = interleaved()
+    with on_mesh(config):
+        passes_Z3 = jax.reshard(jnp.array([[0, chunk, 0]] * 2), STAGES('Z-'))
+        *_, first = model.given(passes_Z3)
+        stored = model.layout.layer_order(config.model.num_layers)
+    expected = [stored[4 * stage + 2 * chunk] for stage in range(2)]
+    assert np.asarray(first).ravel().tolist() == expected
