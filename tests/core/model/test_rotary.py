@@ -113,13 +113,28 @@ def test_longrope_divides_each_frequency_as_transformers_does(short, theta, fact
     assert ours.attention_factor == attention_factor
 
 
-def test_the_attention_factor_multiplies_what_is_rotated_alone() -> None:
-    scaling = {'type': 'yarn', 'factor': 4.0, 'original_max_seq_len': 64}
+LONGROPE = {'type': 'longrope', 'short_factor': [1, 2, 4, 8], 'long_factor': [1, 3, 9, 27]}
+
+
+def test_longrope_divides_each_frequency_by_its_short_factor() -> None:
+    scaling = RopeScaling(**LONGROPE, factor=4.0, original_max_seq_len=64)
+    expected = 1e4 ** (-np.arange(4) / 4) / [1, 2, 4, 8]
+    np.testing.assert_allclose(frequencies(8, 1e4, scaling), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ('kind', 'factor'),
+    [({'type': 'yarn'}, 1 + 0.1 * np.log(4)), (LONGROPE, np.sqrt(1 + np.log(4) / np.log(64)))],
+)
+def test_the_attention_factor_multiplies_what_is_rotated_alone(
+    kind: dict[str, Any], factor: float
+) -> None:
+    scaling = {'factor': 4.0, 'original_max_seq_len': 64} | kind
     x = heads_of(16)
     plain, scaled = (
         make_model(16, rotary_fraction=0.5, rope_scaling=RopeScaling(**scaling, **more))
         for more in ({'attention_factor': 1.0}, {})
     )
     expected = np.array(rotate(x, x, None, plain)[0])
-    expected[..., :8] *= 1 + 0.1 * np.log(4)
-    np.testing.assert_allclose(rotate(x, x, None, scaled)[0], expected, rtol=1e-5)
+    expected[..., :8] *= factor
+    np.testing.assert_allclose(rotate(x, x, None, scaled)[0], expected, atol=1e-6)
