@@ -3,6 +3,8 @@
 import re
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -97,6 +99,50 @@ def test_queries_and_keys_after_the_lengths_have_no_part_in_the_result(causal: b
         wanted = both_passes(attend)(*arrays, do[row : row + 1, :some])
         for x, y in zip(results, wanted, strict=True):
             np.testing.assert_allclose(x[row, : y.shape[1]], y[0], atol=3e-6)
+
+
+@pytest.mark.parametrize(
+    ('causal', 'has_lengths', 'mask'),
+    [
+        (False, False, 'NO_MASK'),
+        (True, False, 'CAUSAL'),
+        (False, True, 'PADDING'),
+        (True, True, 'PADDING_CAUSAL'),
+    ],
+)
+def test_cudnn_gets_its_mask_scale_window_and_lengths_in_both_passes(
+    causal: bool, has_lengths: bool, mask: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cuDNN returns is replaced by ones of the same shape, for which no GPU is needed."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    settings, given = [], []
+
+    def of_ones(primitive: Any) -> SimpleNamespace:
+        def bind(*arrays: Any, **how: Any) -> list[np.ndarray]:
+            settings.append((how['mask_type'], how['scale'], how['sliding_window_length']))
+            given.append([np.asarray(x).tolist() for x in arrays[4:6]])
+            results = jax.eval_shape(partial(primitive.bind, **how), *arrays)
+            return [np.ones(x.shape, x.dtype) for x in results]
+
+        return SimpleNamespace(bind=bind)
+
+    for name in ('_dot_product_attention_fwd_p_wrapper', '_dot_product_attention_bwd_p_wrapper'):
+        monkeypatch.setattr(cudnn, name, of_ones(getattr(cudnn, name)))
+    q, k = (np.ones((3, LENGTH, heads, HEAD_DIM), np.float32) for heads in (HEADS, GROUPS))
+    queries, keys = np.array([[5, LENGTH, 0], [7, 1, 0]] if has_lengths else [[LENGTH] * 3] * 2)
+    how = {'window': 5 if causal else None, 'lengths': (queries, keys) if has_lengths else None}
+    kernel = KERNELS['cudnn'].scaled(SCALE)
+    o, lse = kernel.forward(q, k, k, causal, **how)
+    gradients = kernel.backward(q, k, k, o, lse, q, causal, **how)
+    assert settings == [(cudnn.MaskType[mask], SCALE, how['window'])] * 2
+    # cuDNN needs at least one query and one key of a sequence.
+    assert given == [[[5, LENGTH, 1], [7, 1, 1]] if has_lengths else [[], []]] * 2
+    for x, counts in zip((o, *gradients), (queries, queries, keys, keys), strict=True):
+        is_first = np.arange(LENGTH) < counts[:, None]
+        np.testing.assert_array_equal(x, np.broadcast_to(is_first[..., None, None], x.shape))
+    is_first = np.arange(LENGTH) < queries[:, None]
+    np.testing.assert_array_equal(lse, np.where(is_first[:, None], np.ones(lse.shape), -np.inf))
 
 
 def compiled_for(target: str, head_dim: int, attend: Callable[..., jax.Array]) -> str:
