@@ -1,5 +1,7 @@
 """Activations, dropout and the scale of queries round to 16 bits once, at their end."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +20,21 @@ def inputs(activation: str, dtype: jnp.dtype) -> jax.Array:
     return jnp.asarray(3 * np.random.default_rng(0).normal(size=SHAPES[activation]), dtype)
 
 
+def in_fp64(h: jax.Array, activation: str) -> np.ndarray:
+    """The activation by its formula."""
+    x = np.asarray(h, np.float64)
+    gate, up = (x[:, :, 0], x[:, :, 1]) if activation in GATED else (x, 1.0)
+    cubic = np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
+    clamped = np.minimum(gate, 7)
+    return {
+        'gelu': gate * (1 + np.vectorize(math.erf)(gate / np.sqrt(2))) / 2,
+        'gelu_tanh': gate * (1 + np.tanh(cubic)) / 2,
+        'geglu': gate * (1 + np.tanh(cubic)) / 2 * up,
+        'swiglu': gate / (1 + np.exp(-gate)) * up,
+        'clamped_swiglu': (np.clip(up, -7, 7) + 1) * clamped / (1 + np.exp(-1.702 * clamped)),
+    }[activation]
+
+
 def test_what_the_config_calls_gated_has_a_gate() -> None:
     assert {*GATED} == {*GATES}
 
@@ -30,6 +47,7 @@ def test_an_activation_and_its_gradient_are_those_of_fp32_rounded_once(activatio
     wide, wide_transposed = jax.vjp(lambda h: activate(h, activation), h.astype(jnp.float32))
     assert y.dtype == dtype
     np.testing.assert_array_equal(y, wide.astype(dtype))
+    np.testing.assert_allclose(wide, in_fp64(h, activation), rtol=1e-5, atol=1e-5)
     dy = jnp.ones_like(y)
     np.testing.assert_array_equal(
         transposed(dy)[0], wide_transposed(dy.astype(jnp.float32))[0].astype(dtype)
