@@ -189,6 +189,16 @@ def test_products_hide_no_more_than_what_they_run_beside() -> None:
                 assert float(row[f'hidden_{axis}']) <= float(row[f'share_{axis}']) + 1e-4
 
 
+def test_the_page_has_the_errors_of_right_steps() -> None:
+    text = (RESULTS / '2026-11-30_rounding.md').read_text()
+    rows = re.findall(r'^\| `mesh.* \| ([\d.e+-]+) \| ([\d.]+) \|$', text, re.MULTILINE)
+    # Half of a limit is the rounding error, except for the least limit.
+    times = [2 * float(share) for limit, share in rows if float(limit) > 1e-2]
+    assert len(times) == len(rows) - 1 == 8
+    said = f'errors of {min(times):.1f} to {max(times):.1f} times the rounding error'
+    assert said in ' '.join(VERIFY.split())
+
+
 def test_every_random_step_is_right() -> None:
     rows = read('2026-11-22_random_steps.csv')
     for jax in ('0.10.2', '0.12.0.1'):
