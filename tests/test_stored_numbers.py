@@ -13,9 +13,12 @@ import pytest
 from support import exhaustive, load_script, slow
 from typer.testing import CliRunner
 
+from megajax.analysis.plan.advice import advice
+from megajax.analysis.plan.planning import plan
 from megajax.analysis.plan.published.tables import OF_2026
 from megajax.commands.main import app
-from megajax.core.config import ConfigError
+from megajax.core.config import ConfigError, load
+from megajax.core.hardware.records import hardware
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / 'benchmarks' / 'results'
@@ -73,6 +76,12 @@ def test_what_a_page_quotes_is_in_its_file(file: str, text: str) -> None:
 def test_every_mark_has_something_under_it() -> None:
     marks = sum(len(re.findall(r'(?<!```\n)<!-- lines of ', page.read_text())) for page in PAGES)
     assert len([*quoted()]) == marks
+
+
+def test_the_table_of_scripts_has_each_file_that_a_page_quotes() -> None:
+    table = BENCHMARKS.split('## Which script makes which number')[1]
+    for page, file, _ in quoted():
+        assert f'{Path(file).name}`' in table, page.name
 
 
 @pytest.mark.parametrize('name', ['kernels', 'layouts', 'overlap', 'stages'])
@@ -289,6 +298,20 @@ def test_the_page_has_the_sizes_of_the_searches() -> None:
     median, least, most = map(float, re.search(seconds, cpu, re.MULTILINE).groups())
     said = f'{median:.1f} CPU seconds (median of 20 searches; {least:.1f} to {most:.1f})'
     assert f'{said} for the {searched} layouts of `llama3_8b` on 64 GPUs' in PLAN
+
+
+def test_the_page_has_the_time_of_a_step_without_nvlink() -> None:
+    config = load('llama3_8b', ['mesh.data=1', 'mesh.model=8'])
+    nvlink, pcie = (plan(config, gpu='h100', link=link) for link in (None, 'pcie'))
+    exposed = sum(pcie.communication_share.values())
+    said = f'takes {pcie.seconds / nvlink.seconds:.2f}x as long, and {exposed:.0%} of the step is'
+    assert f'{said} exposed communication' in PLAN
+
+
+def test_the_page_has_the_plan_that_a_run_prints() -> None:
+    mesh = 'mesh.data=8', 'mesh.model=8', 'train.recompute=full', 'optim.shard=none'
+    *_, line = advice(load('llama3_8b', mesh), hardware('h100'))
+    assert f'```\nplan       {line}\n```' in (ROOT / 'docs/monitor.md').read_text()
 
 
 def test_the_page_has_the_share_of_rates_within_their_bands() -> None:

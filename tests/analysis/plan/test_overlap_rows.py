@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from importlib import resources
 
 import pytest
+from support import ROOT
 
 from megajax.analysis.plan import programs
 from megajax.analysis.plan.layouts import changed
@@ -88,7 +89,12 @@ def fastest(row: PublishedRate, program: Software, *overlaps: str) -> float:
 @pytest.mark.parametrize('row', ROWS, ids=lambda row: row.name)
 def test_a_step_takes_no_more_than_a_20th_longer_than_megatrons(row: PublishedRate) -> None:
     ours = fastest(row, MEGAJAX, 'batch_split', 'sequence_split')
-    assert fastest(row, MEGATRON, 'none') >= 0.95 * ours
+    megatrons = fastest(row, MEGATRON, 'none')
+    assert megatrons >= 0.95 * ours
+    rates = (f'{row.flops / one / row.num_gpus / 1e12:.0f}' for one in (ours, megatrons))
+    mesh = f'{row.config.mesh.data}x{row.config.mesh.model}'
+    cells = mesh, *rates, f'{megatrons / ours:.3f}', f'{row.published}'
+    assert f'| {" | ".join(cells)} |' in (ROOT / 'docs/results.md').read_text()
 
 
 def test_there_are_four_rows_with_1_to_8_gpus_a_group() -> None:
