@@ -84,6 +84,18 @@ def test_the_table_of_scripts_has_each_file_that_a_page_quotes() -> None:
         assert f'{Path(file).name}`' in table, page.name
 
 
+def test_each_stored_result_is_named() -> None:
+    """By a page, a test, a script or a notebook, or by a report that one of them names."""
+    files = [*PAGES, *(ROOT / 'notebooks').glob('*.ipynb')]
+    files += [path for folder in ('tests', 'benchmarks') for path in (ROOT / folder).rglob('*.py')]
+    named = '\n'.join(path.read_text() for path in files)
+    stored = {path.name: path for path in RESULTS.iterdir() if path.is_file()}
+    named += '\n'.join(path.read_text() for name, path in stored.items() if name in named)
+    # A page names a report "and `.csv`".
+    lost = {one for one, path in stored.items() if f'{path.stem}.md' not in named}
+    assert not {one for one in lost if one not in named}
+
+
 @pytest.mark.parametrize('name', ['kernels', 'layouts', 'overlap', 'stages'])
 def test_each_compiled_step_on_a_page_is_one_that_its_script_compiles(name: str) -> None:
     names = dict(load_script('compiled_rows').steps_of(load_script(name).STEPS))
