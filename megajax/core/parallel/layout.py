@@ -265,6 +265,25 @@ def batch_layout(mesh_axes: Sequence[str]) -> Layout:
     return Layout(axes=(('B', batch), ('S', sequence)))
 
 
+def spread(spec: 'P', shape: Sequence[int], sizes: Mapping[str, int]) -> 'P':
+    """Return a PartitionSpec that also uses the mesh axes over which `spec` replicates an array.
+
+    `sizes` has the devices along each mesh axis. The axes shard the first dim whose shards they
+    divide evenly; if there is none, `spec` is returned.
+    """
+    from jax import P
+
+    entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
+    entries += [()] * (len(shape) - len(entries))
+    used = {*chain.from_iterable(entries)}
+    free = tuple(axis for axis, size in sizes.items() if size > 1 and axis not in used)
+    for dim, axes in enumerate(entries):
+        shards = prod(sizes[axis] for axis in (*axes, *free))
+        if free and shape[dim] % shards == 0:
+            return P(*map(_entry, (*entries[:dim], (*axes, *free), *entries[dim + 1 :])))
+    return spec
+
+
 def _widths(
     hidden_size: int, vision: VisionConfig | None, relevance: RelevanceConfig | None
 ) -> dict[str, int]:

@@ -47,6 +47,7 @@ from megajax.runtime.checkpoint.open import restore_params
 from megajax.runtime.checkpoint.orbax_manager import Manager, restore_gb
 from megajax.runtime.checkpoint.record import RECORD, TOKENIZER, Record, make_record, read_record
 from megajax.runtime.checkpoint.retention import preservation_policy
+from megajax.runtime.checkpoint.shared_reads import as_stored, to_read
 from megajax.runtime.checkpoint.step_folders import StepFolders
 from megajax.runtime.checkpoint.unpadded import Shape, strip_padding, unpadded
 from megajax.runtime.data.text.tokenizer import Tokenizer
@@ -129,19 +130,18 @@ class Checkpoints:
         if is_import:
             params = restore_params(path, self.config)
             return init_state(self.config, params, optimizer=self.optimizer)
-        abstract = concrete(
-            jax.eval_shape(lambda: init_state(self.config, optimizer=self.optimizer))
-        )
+        new = jax.eval_shape(lambda: init_state(self.config, optimizer=self.optimizer))
+        abstract = concrete(new)
         check_same_arrays(path, unpadded(abstract, Layout.of(self.config)))
         check_same_order(path, there, here, abstract)
         recent = concrete(jax.eval_shape(lambda: nothing_seen(self.config)))
         abstract = abstract._replace(recent=recent if holds_array(path, RECENT) else None)
         to_saved, to_current = renames(path)
-        args = ocp.args.StandardRestore(_parts(to_saved(abstract)), strict=False)  # pads and casts
+        args = ocp.args.StandardRestore(_parts(to_saved(to_read(abstract))), strict=False)  # pads
         try:
             parts = self._manager.restore(step, args=ocp.args.Composite(state=args)).state
-            state = tree_on_stages(abstract._replace(**to_current(parts)), Layout.of(self.config))
-            state = in_dtype(state, self.config)
+            state = as_stored(abstract._replace(**to_current(parts)), abstract)
+            state = in_dtype(tree_on_stages(state, Layout.of(self.config)), self.config)
         except jax.errors.JaxRuntimeError:  # another process is lost
             raise
         except Exception as error:

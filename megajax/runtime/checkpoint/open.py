@@ -28,6 +28,7 @@ from megajax.runtime.checkpoint.digests import sound_checkpoint
 from megajax.runtime.checkpoint.hf_files import Companions, read_companions
 from megajax.runtime.checkpoint.orbax_manager import restore_gb
 from megajax.runtime.checkpoint.record import RECORD, TOKENIZER, read_record
+from megajax.runtime.checkpoint.shared_reads import as_stored, to_read
 from megajax.runtime.checkpoint.unpadded import unpadded
 from megajax.runtime.data.image_text.chat import Template, read_template
 from megajax.runtime.data.text.tokenizer import Tokenizer, load_tokenizer
@@ -115,10 +116,11 @@ def abstract_params(config: Config, *, cast: bool = False) -> nnx.State:
 def restore_params(folder: Path, config: Config, *, cast: bool = False) -> nnx.State:
     """Restore the parameters in a checkpoint's folder, with their stored shardings.
 
-    Each process reads the shards of its own devices. Adapters that only the config has are
-    initialized; adapters that only the checkpoint has are merged into its weights. With `cast`, the
-    matrices are in the compute dtype, and no device has them in fp32. Raises ConfigError if the
-    folder contains different parameters, and CheckpointError if they cannot be restored.
+    Each process reads the shards of its own devices, or its part of them if other processes have
+    the same ones. Adapters that only the config has are initialized; adapters that only the
+    checkpoint has are merged into its weights. With `cast`, the matrices are in the compute dtype,
+    and no device has them in fp32. Raises ConfigError if the folder contains different parameters,
+    and CheckpointError if they cannot be restored.
     """
     record = read_record(folder).config
     there = record.get('lora')
@@ -166,14 +168,14 @@ def _restore(
         any_dtype=cast or config.lora is not None,
     )
     to_saved, to_current = renames(folder)
-    item = to_saved(item)
+    params, item = item['params'], to_saved(to_read(item))
     restore_args = ocp.checkpoint_utils.construct_restore_args(item)
     padded = jax.tree.map(lambda each: dataclasses.replace(each, strict=False), restore_args)
     args = ocp.args.PyTreeRestore(item=item, restore_args=padded, partial_restore=True)
     handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=restore_gb(config.model))
     try:
         restored = handler.restore(folder / 'state', args=args)['params']
-        return tree_on_stages(to_current(restored), Layout.of(config))
+        return tree_on_stages(as_stored(to_current(restored), params), Layout.of(config))
     except Exception as error:
         raise CheckpointError(f'{folder} cannot be restored: {reason(error)}') from error
     finally:
