@@ -54,13 +54,22 @@ def state_bytes(config: Config) -> int:
     Gradients count once, because all of them must exist before the update, which needs their norm.
     With `train.replay_every`, there is a second copy of parameters and moments.
     """
-    layout, optim = Layout.of(config), config.optim
-    each = [(x, num_at_rest(x, config.model, layout)) for _, x in parameters(config.model)]
-    learned = sum(size for x, size in each if not x.is_frozen)
-    moments = sum(size * BYTES[optim.moments_dtype] * num_moments(x, config) for x, size in each)
-    state = moments + sum(size * BYTES[dtype_at_rest(x, config)] for x, size in each)
+    layout, state = Layout.of(config), stored_bytes(config)
+    learned = sum(
+        num_at_rest(x, config.model, layout) for _, x in parameters(config.model) if not x.is_frozen
+    )
     copied = state if config.train.replay_every else 0
-    return state + BYTES[optim.reduce_dtype] * learned + copied
+    return state + BYTES[config.optim.reduce_dtype] * learned + copied
+
+
+def stored_bytes(config: Config) -> int:
+    """Return the bytes of parameters and moments on each device between steps."""
+    layout, of_moment = Layout.of(config), BYTES[config.optim.moments_dtype]
+    return sum(
+        num_at_rest(x, config.model, layout)
+        * (BYTES[dtype_at_rest(x, config)] + of_moment * num_moments(x, config))
+        for _, x in parameters(config.model)
+    )
 
 
 def _remedy(config: Config, have: int) -> str:

@@ -48,6 +48,7 @@ from megajax.runtime.run.log.report import Report
 from megajax.runtime.run.nvlink_check import note_links
 from megajax.runtime.run.profile import Profiler
 from megajax.runtime.run.resumed_data import imported, resumed_data
+from megajax.runtime.run.sample_memory import check_sample_memory
 from megajax.runtime.run.sampler import Sampler
 from megajax.runtime.run.start import check_tokenizer, origin_of, run_folder, start_checkpoint
 from megajax.runtime.run.status import where_it_stands
@@ -176,6 +177,7 @@ def _started(
             mesh = mesh_for(config)
             _check_dtype(config, mesh)
             check_host_memory(config, mesh)
+            check_sample_memory(config, mesh)
             report = Report()
             _describe(config, mesh, report, advise)
             folder = run_folder(config, name)

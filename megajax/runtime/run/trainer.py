@@ -279,15 +279,25 @@ class Trainer:
             raise
 
     def _evaluate_if_due(self) -> None:
-        """Evaluate if it is due, after the state is saved, so that a failure here loses no step.
+        """Evaluate and sample if due, after the state is saved, so that a failure loses no step.
 
-        If a run is stopped during an evaluation, it repeats the evaluation when it resumes.
+        If a run is stopped here, it repeats the evaluation when it resumes.
         """
-        is_due = self._evaluation.is_due(self.step, since=self._due)
-        if is_due and (losses := self._evaluate()):
-            self.metrics.write(self.step, **losses)
-            if self.step:
-                self.checkpoints.note_validation_loss(self.step, losses['validation_loss'])
+        if self._evaluation.is_due(self.step, since=self._due):
+            losses = self._evaluation.evaluate(self.step, self.state.params)
+            try:
+                if self.step and self.sampler.prompts:  # not before the first step
+                    self._begin('evaluation', 'sampling', 'compile')
+                    self.sampler.sample(self.step, self.state.params, self.stop.check)
+                    self.clock.begin('other')
+            except StopRequested:
+                losses = {}
+                raise
+            finally:  # a sample that fails does not lose the losses
+                if losses:
+                    self.metrics.write(self.step, **losses)
+                    if self.step:
+                        self.checkpoints.note_validation_loss(self.step, losses['validation_loss'])
 
     def _save_if_due(self, *, taken: bool) -> bool:
         """Save if it is due; after a skipped step, wait for an applied one and return False."""
@@ -328,15 +338,6 @@ class Trainer:
     def _read_on(self) -> PlacedBatches:
         first, left = int(self.state.batches), self.config.train.steps - self.step
         return PlacedBatches(self._rollbacks.data.train, first, first + left)
-
-    def _evaluate(self) -> dict[str, float]:
-        """Evaluate the state, then continue the prompts; return the losses, {} without data."""
-        losses = self._evaluation.evaluate(self.step, self.state.params)
-        if self.step and self.sampler.prompts:  # not before the first step
-            self._begin('evaluation', 'sampling', 'compile')
-            self.sampler.sample(self.step, self.state.params, self.stop.check)
-            self.clock.begin('other')
-        return losses
 
     def _begin_step(self, step: int) -> float:
         kind = 'first step' if step == self._first else 'step'

@@ -91,12 +91,12 @@ def test_a_time_limit_is_a_signal(folder: Path) -> None:
 
 
 FAILS = """
-from megajax.runtime.run import trainer
-def evaluate(loop, evaluate=trainer.Trainer._evaluate):
-    if loop.step == {step}:
+from megajax.runtime.run.evaluation import Evaluation
+def evaluate(evaluation, step, params, evaluate=Evaluation.evaluate):
+    if step == {step}:
         raise MemoryError('of the evaluation')
-    return evaluate(loop)
-trainer.Trainer._evaluate = evaluate
+    return evaluate(evaluation, step, params)
+Evaluation.evaluate = evaluate
 """
 
 

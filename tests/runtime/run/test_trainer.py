@@ -28,6 +28,7 @@ from megajax.runtime.run.log.metrics import MetricsWriter
 from megajax.runtime.run.log.report import StepReport
 from megajax.runtime.run.rollback import ROLLBACKS
 from megajax.runtime.run.run import run
+from megajax.runtime.run.sampler import Sampler
 from megajax.runtime.run.trainer import Trainer
 
 
@@ -234,6 +235,25 @@ def test_after_a_skipped_step_the_checkpoint_that_was_due_is_saved_evaluated_and
     assert (record.due, record.validation_loss is None) == (4, False)
     lines = [json.loads(line) for line in (folder / 'run/metrics.jsonl').read_text().splitlines()]
     assert [line['step'] for line in lines if 'validation_loss' in line] == [0, 2, 6, 8, 10, 12]
+
+
+def test_a_sample_that_fails_loses_no_loss_and_is_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sample(sampler: Sampler, step: int, *_: Any) -> None:
+        raise MemoryError(f'of the sample after {step}')
+
+    monkeypatch.setattr(Sampler, 'sample', sample)
+    monkeypatch.setattr(compile_step, 'make_train_step', make_counting_step)
+    folder = write_run(tmp_path, CONFIG, split='1,0,0')
+    keys = 'data.split=9,1,0', 'train.eval_every=4', 'train.sample_prompts=["a"]'
+    config = load(folder / 'small.yaml', [f'run.dir={folder}/run', *keys])
+    for step in (4, 8):
+        with pytest.raises(MemoryError, match=f'after {step}'):
+            run(config, name='small')
+    lines = [json.loads(line) for line in (folder / 'run/metrics.jsonl').read_text().splitlines()]
+    assert [line['step'] for line in lines if 'validation_loss' in line] == [0, 4, 8]
+    assert read_record(folder / 'run/checkpoints/8').validation_loss is not None
 
 
 def test_a_run_that_returns_to_its_import_keeps_the_loss_of_the_import(
