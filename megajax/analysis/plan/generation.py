@@ -22,12 +22,11 @@ from megajax.core.config.divisors import divisors
 from megajax.core.config.lora import without_adapters
 from megajax.core.config.rules import incompatibilities
 from megajax.core.counts.collective import HLO_DTYPES, REDUCE
-from megajax.core.counts.parameters import dim_sizes, elements, own_counts, parameters
+from megajax.core.counts.parameters import dim_sizes, elements, own_counts
 from megajax.core.counts.products import products
 from megajax.core.counts.runs import Runs
 from megajax.core.counts.windows import windows
 from megajax.core.hardware.records import LinkName, hardware
-from megajax.core.parallel.layout import Layout
 from megajax.xla.hlo.program import Array
 from megajax.xla.hlo.transfers import ring_bytes
 
@@ -164,7 +163,8 @@ def _line(step: Config, config: Config, cluster: Cluster, tokens: int) -> Genera
     computing = 2 * multiplied / (peak_flops(step, cluster) * gpu.efficiency.matmul)
     token = max(reading, computing) + sending
     weights, cache = _bytes(loaded), int(of_token * cached_at_end)
-    loading = weights + size * _twice(loaded)
+    # While they are loaded, matrices are in memory as in the checkpoint and as generation has them.
+    loading = weights + size * own_counts(loaded).matrices
     return GenerationLine(
         model=shards,
         weights=weights,
@@ -182,20 +182,6 @@ def _bytes(config: Config) -> int:
     """Return the bytes of a model's weights per GPU: matrices in `train.dtype`, others in fp32."""
     counts = own_counts(config)
     return BYTES[config.train.dtype] * counts.matrices + 4 * (counts.all - counts.matrices)
-
-
-def _twice(config: Config) -> int:
-    """Return the elements per GPU that are in memory twice while the weights are loaded.
-
-    They are the matrices of the layers, stacked as in the checkpoint and one by one, and those of
-    the encoder, of which each data shard gets a copy.
-    """
-    sizes, shards = dim_sizes(config.model), Layout.of(config).shards
-    return sum(
-        elements(x.dims, sizes, shards)
-        for _, x in parameters(config.model)
-        if x.is_matrix and (x.is_stacked or x.owner == 'encoder')
-    )
 
 
 def _shares_of_experts(model: ModelConfig, rows: int) -> tuple[float, float]:
