@@ -37,6 +37,7 @@ from megajax.base.render.units import count
 from megajax.core.config import Config, ConfigError, dump
 from megajax.core.config.overlap_rules import resolved
 from megajax.core.counts.flops import is_gpt, narayanan_flops
+from megajax.core.counts.run_memory import sample_error
 from megajax.core.hardware.dies import Fit
 from megajax.core.hardware.records import Hardware, LinkName, hardware
 
@@ -93,7 +94,7 @@ def plan(
         program=program,
         **_band(planned, time, cluster, software),
         is_from_search=not is_own,
-        train_error=(rejection(planned, cluster) or None) if software.is_own else None,
+        train_error=_train_error(planned, cluster) if software.is_own else None,
         tokens=tokens,
         days=time.days(tokens) if tokens else None,
         cost=_cost(time, cluster, tokens or TOKENS, price),
@@ -134,6 +135,12 @@ def _checked(imbalance: float, config: Config) -> float:
             f'--imbalance {imbalance:g} needs model.experts, which is null; leave it out'
         )
     return imbalance
+
+
+def _train_error(config: Config, cluster: Cluster) -> str | None:
+    if error := sample_error(config, usable_memory(cluster)):
+        error = f'train.sample_prompts: {error}'
+    return rejection(config, cluster) or error or None
 
 
 def _report(

@@ -14,12 +14,13 @@ from jax.sharding import Mesh
 from megajax.base.errors import reason
 from megajax.core.config import CheckpointError, Config, LoraConfig, overridden, reload
 from megajax.core.config.lora import without_adapters
+from megajax.core.config.one_dimensional import one_dimensional
 from megajax.core.counts.declaration import Parameter
 from megajax.core.model.merged import merged
 from megajax.core.model.parameters import map_parameters
 from megajax.core.parallel.layer_order import tree_on_stages
 from megajax.core.parallel.layout import Layout
-from megajax.core.parallel.mesh import concrete, mesh_for, one_dimensional
+from megajax.core.parallel.mesh import concrete, mesh_for
 from megajax.core.train.step import make_params
 from megajax.core.train.zero import between_steps
 from megajax.runtime.checkpoint.compare import check_same_arrays, renames

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from megajax.core.config import Config, ConfigError
 from megajax.core.config.lora import without_adapters
+from megajax.core.config.one_dimensional import one_dimensional
 from megajax.core.counts.declaration import Parameter
 from megajax.core.model.block import Block
 from megajax.core.model.cross_attention import CrossAttention, CrossBlock
@@ -25,7 +26,7 @@ from megajax.core.model.stack import at_place, count_layers, layer_of
 from megajax.core.model.transformer import LanguageModel, model_graph
 from megajax.core.parallel.layer_order import in_model_order, map_stacked
 from megajax.core.parallel.layout import Layout
-from megajax.core.parallel.mesh import mesh_of, one_dimensional
+from megajax.core.parallel.mesh import mesh_of
 
 
 class LayerWeights(NamedTuple):

@@ -10,12 +10,12 @@ import jax
 from jax.sharding import Mesh
 
 from megajax.core.config import Config, ConfigError
-from megajax.core.counts.parameters import dtype_at_rest, num_at_rest, num_moments, parameters
+from megajax.core.counts.parameters import num_at_rest, parameters
+from megajax.core.counts.run_memory import BYTES, stored_bytes
 from megajax.core.hardware.memory import host_memory
 from megajax.core.parallel.layout import Layout
 from megajax.core.parallel.mesh import host_names
 
-BYTES = {'float32': 4, 'bfloat16': 2, 'float16': 2}
 # Bytes of address space that jax and its threads need on two cores, for a model of any size.
 ADDRESSES = 2 * 10**9
 
@@ -60,16 +60,6 @@ def state_bytes(config: Config) -> int:
     )
     copied = state if config.train.replay_every else 0
     return state + BYTES[config.optim.reduce_dtype] * learned + copied
-
-
-def stored_bytes(config: Config) -> int:
-    """Return the bytes of parameters and moments on each device between steps."""
-    layout, of_moment = Layout.of(config), BYTES[config.optim.moments_dtype]
-    return sum(
-        num_at_rest(x, config.model, layout)
-        * (BYTES[dtype_at_rest(x, config)] + of_moment * num_moments(x, config))
-        for _, x in parameters(config.model)
-    )
 
 
 def _remedy(config: Config, have: int) -> str:

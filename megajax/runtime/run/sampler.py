@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from megajax.core.config import Config, mistake
-from megajax.core.parallel.mesh import one_dimensional
+from megajax.core.config.one_dimensional import one_dimensional
 from megajax.runtime.data import Tokenizer
 from megajax.runtime.data.image_text.turns import MARKER
 from megajax.runtime.generate import Generator, Request, encode_prompts

@@ -37,6 +37,15 @@ def test_training_accepts_every_listed_layout(name, rows, gpu, gpus):
         check_hosts(hosts, mesh.sizes, cross_hosts=mesh.allow_model_across_hosts)
 
 
+def test_training_rejects_prompts_that_do_not_fit_a_gpu():
+    prompts, mesh = 'train.sample_prompts=["The"]', ['mesh.data=64', 'mesh.model=1']
+    config = load('llama3_70b', [*mesh, 'optim.shard=weights', 'train.microbatches=1', prompts])
+    rejected = megajax.plan(config, gpu='h100').train_error
+    assert rejected.startswith('train.sample_prompts: a GPU has ')
+    assert 'at least 141' in rejected
+    assert megajax.plan(config, gpu='b300').train_error is None
+
+
 def test_groups_over_hosts_need_no_permission_where_nvlink_joins_them():
     _, found = planned('llama3_8b', 8, 'gb200', 16)
     meshes = [choice.config.mesh for choice in found.all]

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import AxisType
 
 import megajax
+from megajax.core.config.one_dimensional import one_dimensional
 from megajax.core.parallel.mesh import (
     _simulate_cpu_devices,
     axis_sizes,
@@ -15,7 +16,6 @@ from megajax.core.parallel.mesh import (
     is_simulated,
     left_idle,
     make_mesh,
-    one_dimensional,
 )
 
 

@@ -8,10 +8,11 @@ import pytest
 from support import make_config, on_mesh, random_params
 
 from megajax.core.config import Config, ConfigError, load
+from megajax.core.counts.run_memory import sample_bytes
 from megajax.core.parallel.mesh import mesh_for
 from megajax.runtime.generate.weights import make_one_dimensional, make_weights
 from megajax.runtime.run import run
-from megajax.runtime.run.sample_memory import check_sample_memory, sample_bytes
+from megajax.runtime.run.sample_memory import check_sample_memory
 
 GB = 10**9
 ZERO_1 = 'optim.shard=optimizer'
