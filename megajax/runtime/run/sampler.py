@@ -64,12 +64,11 @@ class Sampler:
         if not self._report.console.is_terminal:  # on a terminal the bar keeps running
             self._report.say('sampling ...')
         config, mesh = self._config, jax.sharding.get_mesh()
-        moves = not config.mesh.is_one_dimensional
-        if moves:
+        if not config.mesh.is_one_dimensional:
             config, mesh, params = make_one_dimensional(config, params)
         texts = [''] * len(self.prompts)
         with jax.set_mesh(mesh):
-            generator = Generator(config, params, self._tokenizer, donate=moves)
+            generator = Generator(config, params, self._tokenizer)
             for rows in generator.stream(self._encoded, Request(max_tokens=TOKENS)):
                 check()
                 texts = [row.text if row else '' for row in rows]
