@@ -41,8 +41,10 @@ def sample_bytes(config: Config) -> int:
 
 def sample_error(config: Config, have: int) -> str:
     """Return why `train.sample_prompts` cannot be continued in this memory; empty if they can."""
+    if not config.train.sample_prompts:
+        return ''
     stored, needed = stored_bytes(config), sample_bytes(config)
-    if not config.train.sample_prompts or stored + needed <= have:
+    if stored + needed <= have:
         return ''
     return (
         f'a GPU has {have / 1e9:.1f} GB, and to continue prompts it needs at least '
