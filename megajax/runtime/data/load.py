@@ -46,7 +46,7 @@ from megajax.runtime.data.synthetic_corpus import (
 )
 from megajax.runtime.data.text.parts import Part, split_sequences
 from megajax.runtime.data.text.tokenizer import Tokenizer
-from megajax.runtime.data.text_tokens import KeptTokens, tokenize
+from megajax.runtime.data.text_tokens import KeptTokens, tokenize_once
 from megajax.runtime.data.token_pairs import check_pairs, open_pair, prefixes_of
 
 # Beginning of the name under which a checkpoint records the validation documents of a text; the
@@ -182,7 +182,9 @@ def _load_image_text(config: Config, template: Template | None) -> Data:
 
 
 def _load_text(config: Config, kept: KeptTokens | None) -> Data:
-    tokenizer, (train, validation), summary, warnings = kept.get() if kept else tokenize(config)
+    tokenizer, (train, validation), summary, warnings = (
+        kept.get() if kept else tokenize_once(config)
+    )
     for warning in warnings:
         logger.warning(warning)
     _check_tokens(train)

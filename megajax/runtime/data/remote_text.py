@@ -1,8 +1,4 @@
-"""Text, JSON lines and Parquet files of which the processes of a host share one copy in the cache.
-
-Files with URLs are copied there and tokenized. The tokens of files on the disk are kept there if
-the run has several processes.
-"""
+"""Text, JSON lines and Parquet files with URLs: copied to the cache, and tokenized there."""
 
 import json
 import logging
@@ -10,21 +6,18 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from hashlib import file_digest, sha256
+from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-import jax
-
-from megajax.base.errors import ConfigError, replacing
+from megajax.base.errors import replacing
 from megajax.base.render.text import typed
 from megajax.core.config import Config, mistake
-from megajax.runtime.data.image_text.load import keeps_documents
 from megajax.runtime.data.sources.block_cache import locked
 from megajax.runtime.data.sources.inputs import format_of, without_query
 from megajax.runtime.data.sources.remote import expand, is_remote, is_web, names_below
 from megajax.runtime.data.sources.remote_file import RemoteFile
-from megajax.runtime.data.text.files import check_no_tokens, find_corpus
+from megajax.runtime.data.text.files import check_no_tokens
 from megajax.runtime.data.text_tokens import KeptTokens
 from megajax.runtime.data.token_pairs import GB, cache_of, naming_key, prefixes_of
 from megajax.runtime.data.tokens.indexed import prefixes_among
@@ -41,7 +34,7 @@ class LocalText(NamedTuple):
 
     config: Config
     versions: Mapping[str, str]
-    kept: KeptTokens | None = None  # place for the tokens of the corpus
+    kept: KeptTokens | None = None  # place for the tokens of a corpus with a URL
 
 
 @contextmanager
@@ -55,8 +48,7 @@ def local_text(config: Config) -> Iterator[LocalText]:
     """
     url = config.data.corpus
     if config.data.blend or not is_remote(url) or prefixes_of(config):
-        with _tokens_of_host(config) as kept:
-            yield LocalText(config, {}, kept)
+        yield LocalText(config, {})
         return
     with naming_key(config):
         if config.vision is not None:
@@ -78,37 +70,6 @@ def local_text(config: Config) -> Iterator[LocalText]:
             with naming_key(config):
                 _download(config, here, files)
         yield LocalText(local, versions, kept)
-
-
-@contextmanager
-def _tokens_of_host(config: Config) -> Iterator[KeptTokens | None]:
-    """Yield the place for the tokens of text on the disk, if several processes would tokenize it.
-
-    The place depends on the contents of the files. Without a cache, each process tokenizes.
-    """
-    data = config.data
-    if (
-        jax.process_count() == 1
-        or prefixes_of(config)
-        or config.vision is not None
-        or data.chat_template is not None
-        or keeps_documents(config, data.corpus)
-    ):
-        yield None
-        return
-    contents = [data.corpus]
-    for file in find_corpus(data.corpus).files:
-        with file.path.open('rb') as opened:
-            contents += file.name, file_digest(opened, sha256).hexdigest()
-    try:
-        here = cache_of(config).folder / sha256(json.dumps(contents).encode()).hexdigest()[:32]
-        here.mkdir(exist_ok=True)
-    except (ConfigError, OSError) as error:
-        logger.warning('each process tokenizes %s by itself: %s', data.corpus, error)
-        yield None
-        return
-    with locked(here, shared=True):
-        yield KeptTokens(config, here)
 
 
 def open_files(config: Config, url: str) -> dict[str, RemoteFile]:

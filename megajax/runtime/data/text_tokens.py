@@ -7,14 +7,17 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from itertools import chain
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, NamedTuple
 from zlib import crc32
 
+import jax
+
 from megajax.base.errors import ConfigError
+from megajax.base.files.locks import folder_lock
 from megajax.base.files.outputs import sync
 from megajax.core.config import Config
 from megajax.runtime.data.corpus_tokenizer import is_trained, tokenizer_of_text
@@ -25,9 +28,11 @@ from megajax.runtime.data.text.corpus import (
     read_documents,
     split_documents,
 )
+from megajax.runtime.data.text.files import find_corpus
 from megajax.runtime.data.text.parts import Part
 from megajax.runtime.data.text.spelled_tokens import warning_of_texts
 from megajax.runtime.data.text.tokenizer import Tokenizer, encode_documents
+from megajax.runtime.data.token_pairs import cache_of
 from megajax.runtime.data.tokens.indexed import (
     CHUNK,
     Sequences,
@@ -79,6 +84,29 @@ def tokenize(config: Config, tokenizer: Tokenizer | None = None) -> TextTokens:
     return TextTokens(tokenizer, parts, summary, tuple(filter(None, warnings)))
 
 
+def tokenize_once(config: Config) -> TextTokens:
+    """Return the tokens of `tokenize`; of several processes on a host, one makes them.
+
+    They are kept in the cache, in a folder that depends on the contents of the files. Without a
+    cache, each process tokenizes.
+    """
+    if jax.process_count() == 1:
+        return tokenize(config)
+    corpus = config.data.corpus
+    contents = [corpus]
+    try:
+        for file in find_corpus(corpus).files:
+            with file.path.open('rb') as opened:
+                contents += file.name, file_digest(opened, sha256).hexdigest()
+        here = cache_of(config).folder / sha256(json.dumps(contents).encode()).hexdigest()[:32]
+        here.mkdir(exist_ok=True)
+    except (ConfigError, OSError) as error:
+        logger.warning('each process tokenizes %s by itself: %s', corpus, error)
+        return tokenize(config)
+    with locked(here, shared=True):
+        return KeptTokens(config, here).get()
+
+
 def _encode(name: str, texts: Sequence[str], tokenizer: Tokenizer) -> Part:
     tokens, lengths = encode_documents(texts, tokenizer)
     return _part(from_lengths(name, tokens, lengths))
@@ -111,13 +139,20 @@ class KeptTokens:
 
         If several processes of a host ask, the first one tokenizes and the others wait.
         """
-        if self.found is None:
-            self._here.mkdir(exist_ok=True)
-            with locked(self._here):
+        if self.found is not None:
+            return self.found
+        self._here.mkdir(exist_ok=True)
+        with folder_lock(self._here, shared=False) as is_first:
+            if is_first:
                 self.found = self._read()
                 if self.found is None:
                     self.found = tokenize(self._config, self._tokenizer)
                     self._keep(self.found)
+                return self.found
+        with locked(self._here, shared=True):
+            self.found = self._read()
+        if self.found is None:  # the first process could not keep its tokens
+            self.found = tokenize(self._config, self._tokenizer)
         return self.found
 
     def _folder(self, made_by: str) -> Path:
@@ -175,18 +210,21 @@ class KeptTokens:
 def _new_folder(path: Path) -> Iterator[Path]:
     """Yield a new folder for the block to fill, which then becomes the folder `path`.
 
-    If a host without locks has made that folder meanwhile, it stays: others may read it already.
+    A sound folder of that name stays: a host that shares no locks may have made it, and reads it.
     """
     new = Path(mkdtemp(dir=path.parent))
     try:
         yield new
         for file in new.iterdir():
             sync(file)
-        if _is_sound(path):
-            shutil.rmtree(new)
-            return
-        shutil.rmtree(path, ignore_errors=True)
-        new.rename(path)
+        try:
+            new.rename(path)
+        except OSError:
+            if _is_sound(path):
+                shutil.rmtree(new)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+                new.rename(path)
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
         raise

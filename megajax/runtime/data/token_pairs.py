@@ -20,7 +20,7 @@ from megajax.runtime.data.sources.remote import is_remote
 from megajax.runtime.data.text.tokenizer import Tokenizer
 from megajax.runtime.data.tokens.indexed import Sequences, is_pair, read_pair
 from megajax.runtime.data.tokens.remote_pair import is_remote_pair, read_remote_pair
-from megajax.runtime.data.tokens.token_ids import check_token_ids, first_bad, token_range
+from megajax.runtime.data.tokens.token_ids import NO_ID, check_token_ids, first_bad, token_range
 from megajax.runtime.data.tokens.watched import watched
 from megajax.runtime.processes.consensus import from_all
 
@@ -88,14 +88,17 @@ def check_pairs(config: Config, pairs: Sequence[Pair], tokenizer: Tokenizer | No
 
 
 def _range(sequences: Sequences) -> tuple[int, int]:
-    """Return the smallest and the largest id; each process reads its share of the file."""
-    mine = token_range(sequences, jax.process_index(), jax.process_count())
-    lows, highs = from_all(*mine).T
+    """Return the smallest and the largest id; each process reads its share of the file.
+
+    Ids beyond the largest vocabulary are returned as the nearest of -1 and `NO_ID`.
+    """
+    low, high = token_range(sequences, jax.process_index(), jax.process_count())
+    lows, highs = from_all(max(low, -1), min(high, NO_ID)).T
     return int(lows.min()), int(highs.max())
 
 
 def _check_largest(manifest: Manifest, sequences: Sequences) -> None:
-    _, largest = token_range(sequences)
+    _, largest = _range(sequences)
     if largest != manifest.max_token:
         difference = f'{manifest.max_token}, but the largest id in the files is {largest}'
         raise manifest.of_other_files('max_token', difference)

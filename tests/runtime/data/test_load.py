@@ -286,6 +286,20 @@ def test_ids_are_read_where_the_note_of_them_is_damaged(pair: Path, notes: Path,
     assert token_range(read_pair(pair)) == (0, 999)
 
 
+@pytest.mark.parametrize('token', [2**40, -(2**40)])
+def test_an_id_that_no_vocabulary_has_is_named_with_its_byte(
+    tmp_path: Path, notes: Path, token: int
+) -> None:
+    tokens = np.arange(120)
+    tokens[2] = token
+    (tmp_path / 'long.bin').write_bytes(tokens.tobytes())
+    with (tmp_path / 'long.idx').open('wb') as file:
+        write_index(file, tokens.dtype, np.array([120]), np.arange(2))
+    message = f'at byte 16: .* below {token}, which is token 2 of .*; build the files again'
+    with pytest.raises(ConfigError, match=message):
+        load_data(config(*IDS, f'data.corpus={tmp_path}/long'))
+
+
 def test_ids_are_read_once_and_again_when_the_file_changes(pair: Path, notes: Path) -> None:
     assert token_range(read_pair(pair)) == (0, 999)
     note = next(notes.iterdir())

@@ -7,9 +7,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -183,6 +186,46 @@ def test_one_of_several_processes_tokenizes_text_on_the_disk(
     assert load(path, *keys).fingerprints != alone.fingerprints
     load(here / 'chat.jsonl', 'train.seq_len=64', *keys)
     assert len(times) == 2
+
+
+def test_processes_that_waited_in_vain_tokenize_at_the_same_time(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, 'process_count', lambda: 2)
+    monkeypatch.setattr(text_tokens.KeptTokens, '_keep', lambda self, found: None)
+    both, first, tokenize = threading.Barrier(3), threading.Event(), text_tokens.tokenize
+
+    def slow(*args: Any) -> Any:
+        if not first.is_set():  # the others wait for its tokens meanwhile
+            first.set()
+            time.sleep(0.2)
+        else:
+            both.wait(timeout=10)
+        return tokenize(*args)
+
+    monkeypatch.setattr(text_tokens, 'tokenize', slow)
+    with ThreadPoolExecutor(3) as threads:
+        leader = threads.submit(load, here / 'a.jsonl', 'data.tokenizer=bytes')
+        first.wait()
+        others = [threads.submit(load, here / 'a.jsonl', 'data.tokenizer=bytes') for _ in 'ab']
+        both.wait(timeout=10)
+        loaded = [each.result() for each in (leader, *others)]
+    for other in loaded[1:]:
+        assert_equal(other.train[1], loaded[0].train[1])
+
+
+def test_a_folder_of_tokens_that_another_host_has_made_stays(
+    here: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(jax, 'process_count', lambda: 2)
+    load(here / 'a.jsonl', 'data.tokenizer=bytes')
+    (about,) = (here.parent / 'cache').rglob('about.json')
+    inode, read = about.stat().st_ino, text_tokens.KeptTokens._read
+    answers = iter([None, None])  # the other host makes it after this one has looked
+    monkeypatch.setattr(text_tokens.KeptTokens, '_read', lambda self: next(answers, read(self)))
+    load(here / 'a.jsonl', 'data.tokenizer=bytes')
+    assert about.stat().st_ino == inode
+    assert not caplog.records
 
 
 def test_without_a_cache_each_process_tokenizes(

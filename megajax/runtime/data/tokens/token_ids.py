@@ -16,6 +16,7 @@ from megajax.base.files.outputs import replace_file
 from megajax.runtime.data.tokens.indexed import Sequences, TokenIds, paths
 
 CHUNK = 1 << 24  # number of tokens read at a time
+NO_ID = 2**31 - 1  # no vocabulary has so many ids
 
 
 def check_token_ids(
@@ -76,7 +77,7 @@ def _out_of_range(sequences: Sequences, vocab_size: int, high: int) -> ConfigErr
         raise AssertionError(f'{sequences.name}: an id of {high} was recorded, but there is none')
     place = f'{paths(sequences.name)[0]}: at byte {token * tokens.itemsize}'
     message = f'{vocab_size} ids end below {bad_id}, which is token {token} of {sequences.name}'
-    fix = f'use {high + 1} or more' if bad_id >= 0 else 'build the files again'
+    fix = f'use {high + 1} or more' if bad_id >= 0 and high < NO_ID else 'build the files again'
     return mistake(
         'model.vocab_size', f'{message}; {fix}', 'data.corpus', 'data.blend', place=place
     )
