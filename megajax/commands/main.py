@@ -83,9 +83,10 @@ def train(
     leave_when_asked()  # until `runtime/run/stop.py` takes over, once there is a run to save
     config, name = _read(arguments)
     log_to_terminal()
-    logging.getLogger('megajax').setLevel(logging.INFO)
-
     start = read_start()
+    # All processes of a run would log the same.
+    is_first = start is None or start.index == 0
+    logging.getLogger('megajax').setLevel(logging.INFO if is_first else logging.WARNING)
     # Not at the top, because they import jax: an invalid config or environment fails earlier.
     from megajax.commands.mesh_advice import mesh_advice
     from megajax.runtime.processes.distributed import processes

@@ -51,7 +51,7 @@ from megajax.runtime.checkpoint.shared_reads import as_stored, to_read
 from megajax.runtime.checkpoint.step_folders import StepFolders
 from megajax.runtime.checkpoint.unpadded import Shape, strip_padding, unpadded
 from megajax.runtime.data.text.tokenizer import Tokenizer
-from megajax.runtime.processes.consensus import from_all, from_first
+from megajax.runtime.processes.consensus import FAILED_ELSEWHERE, from_all, from_first
 
 ParametersOnly = dict[Literal['params'], nnx.State]
 
@@ -300,23 +300,18 @@ class Checkpoints:
         if finished and not failed:
             self._failed = None
             return
-        why = (
-            reason(error)
-            if error
-            else 'another process could not write its part'
-            if failed
-            else 'it was interrupted'
-        )
+        elsewhere = FAILED_ELSEWHERE if failed else 'it was interrupted'
+        why = reason(error) if error else elsewhere
+        is_told = jax.process_index() == 0 or why != elsewhere  # once, or with a reason of its own
+        log = logger.warning if is_told else logger.debug
         if finished:
             self._failed = None
-            logger.warning(
-                'checkpoint %d is written, but older ones could not be deleted: %s', step, why
-            )
+            log('checkpoint %d is written, but older ones could not be deleted: %s', step, why)
         else:
             self._folders.remove_failed(step)
             self._failed, retries = why, self._due.fail(since or step)
             then = 'trying again' if retries else 'the next save is tried when it is due'
-            logger.warning('checkpoint %d could not be written (%s); %s', step, why, then)
+            log('checkpoint %d could not be written (%s); %s', step, why, then)
         self._manager.reload()
 
     def _make_room(self, step: int) -> bool:

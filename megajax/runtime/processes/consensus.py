@@ -8,6 +8,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from orbax.checkpoint import multihost
 
+FAILED_ELSEWHERE = 'another process could not write its part'
+
 
 def from_all(*values: int) -> np.ndarray:
     """Return the values of all processes, [process, value]: an all-gather between hosts.
@@ -132,7 +134,7 @@ class SaveBarrier:
             if keys == {key}:
                 return
             if self.END not in key:
-                raise RuntimeError('another process could not write its part')
+                raise RuntimeError(FAILED_ELSEWHERE)
 
     def parts(self) -> list[str]:
         """Return the results of `hash_part` in all processes, or none if there is one process.

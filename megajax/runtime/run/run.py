@@ -33,6 +33,7 @@ from megajax.runtime.checkpoint.hf_files import Companions
 from megajax.runtime.checkpoint.open import restore_params
 from megajax.runtime.data import Data
 from megajax.runtime.processes.distributed import processes
+from megajax.runtime.processes.log_once import logged_once
 from megajax.runtime.processes.peers import LEAVING
 from megajax.runtime.processes.signals import telling
 from megajax.runtime.run.chat_template import read_corpus
@@ -147,8 +148,10 @@ def run(
             watchdog.beat('verifying the checkpoint to start from', 'checkpoint')
             with start_checkpoint(config, folder) as start:
                 watchdog.beat('reading the corpus', 'corpus')
-                with report.waiting('reading the corpus'):
+                with report.waiting('reading the corpus'), logged_once():
                     data, carried = read_corpus(config, folder, start)
+                    # The watchdog names a process that does not come this far.
+                    watchdog.beat('waiting for the other processes', 'corpus')
                 check_best(config, data)
                 report.say(f'data       {data.summary}')
                 stop.check()
@@ -203,20 +206,19 @@ def _train(
     with Checkpoints(
         saved, config, tokenizer=data.tokenizer, data=data.fingerprints, optimizer=optimizer
     ) as checkpoints:
-        state = _first_state(config, checkpoints, start, report, summary.clock)
-        before = checkpoints.restored or (imported(start) if start else None)
-        data = resumed_data(data, config, before, batches=int(state.batches))
+        with logged_once():
+            state = _first_state(config, checkpoints, start, report, summary.clock)
+            before = checkpoints.restored or (imported(start) if start else None)
+            data = resumed_data(data, config, before, batches=int(state.batches))
+            watchdog.beat('waiting for the other processes', 'checkpoint')
         report.placements(placements(state.params), config.model)
         report.say(f'run        {folder}')
+        step = int(state.step)
         with (
-            MetricsWriter(folder, int(state.step), config=config) as metrics,
-            closing(
-                Sampler(config, data.tokenizer, folder, int(state.step), report=report)
-            ) as sampler,
+            MetricsWriter(folder, step, config=config) as metrics,
+            closing(Sampler(config, data.tokenizer, folder, step, report=report)) as sampler,
         ):
-            summary.begin(
-                int(state.step), lost_seconds=metrics.lost_seconds(until=summary.last_step)
-            )
+            summary.begin(step, lost_seconds=metrics.lost_seconds(until=summary.last_step))
             trainer = Trainer(
                 config,
                 data,
@@ -225,7 +227,7 @@ def _train(
                 metrics=metrics,
                 sampler=sampler,
                 summary=summary,
-                profiler=Profiler(folder, config, done=int(state.step)),
+                profiler=Profiler(folder, config, done=step),
                 checkpoints=checkpoints,
                 stop=stop,
                 watchdog=watchdog,

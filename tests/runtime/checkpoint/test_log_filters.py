@@ -5,12 +5,16 @@ import logging
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 from checkpoints import make_state, tiny
 from support import disk_full_at, on_mesh
 
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
 from megajax.runtime.checkpoint.log_filters import leave_failed_saves_to_us
+from megajax.runtime.checkpoint.step_folders import StepFolders
+from megajax.runtime.processes.consensus import FAILED_ELSEWHERE
 
 
 @pytest.mark.filterwarnings('ignore:Error writing persistent compilation cache')
@@ -58,6 +62,39 @@ def test_a_save_that_fails_is_tried_again_at_once_and_then_when_it_is_due(
             'the next save is tried when it is due',
             'trying again',
         ]
+
+
+@pytest.mark.parametrize(
+    ('process', 'error', 'told'),
+    [
+        (0, None, [FAILED_ELSEWHERE]),
+        (1, None, []),
+        (1, RuntimeError(FAILED_ELSEWHERE), []),
+        (1, OSError('No space left'), ['No space left']),
+    ],
+)
+def test_of_many_processes_the_first_tells_of_a_failed_save_and_those_that_know_why(
+    process: int,
+    error: Exception | None,
+    told: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = tiny()
+    with on_mesh(config), Checkpoints(tmp_path / 'checkpoints', config) as checkpoints:
+        with monkeypatch.context() as of_several:
+            of_several.setattr(jax, 'process_index', lambda: process)
+            of_several.setattr(
+                'megajax.runtime.checkpoint.checkpoints.from_all', lambda *_: np.array([[True]])
+            )
+            of_several.setattr(StepFolders, 'write_error', lambda _: error)
+            checkpoints.save(make_state(config, 1), 1)
+        assert not checkpoints.wait()
+        checkpoints.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        f'checkpoint 1 could not be written ({why}); trying again' for why in told
+    ]
 
 
 def test_what_is_not_of_a_save_is_told_as_before(

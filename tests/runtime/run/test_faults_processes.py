@@ -76,6 +76,14 @@ def take_step(loop, take=trainer.Trainer._take_step, **options):
     return take(loop, **options)
 trainer.Trainer._take_step = take_step
 """
+# Versions that differ from those of the checkpoint: one in all processes, one only in process 1.
+VERSIONS = """
+from megajax.runtime.checkpoint import compare
+def differences(there, here):
+    own = {'orbax': ('1', '2')} if os.environ['MEGAJAX_PROCESS'] == '1' else {}
+    return {'jax': ('1', '2'), **own}
+compare.version_differences = differences
+"""
 ROWS = """
     from megajax.runtime.data import Batches
     def rows(self, step, start, stop, rows=Batches.rows):
@@ -122,8 +130,12 @@ def test_killed_while_saving_none_has_saved_and_a_signal_to_one_process_stops_al
     assert f'launch: process {victim} of 2 failed with signal SIGKILL (137)' in said
     assert find_steps(folder / 'run/checkpoints') == [25]
 
-    process = start(folder, processes=2, fault=HASH_STATES + SLOW)
-    read_until(process, r'step 30/60')
+    process = start(
+        folder, 'train.eval_batches=1', processes=2, fault=HASH_STATES + SLOW + VERSIONS
+    )
+    said = read_until(process, r'step 30/60')
+    lines = re.findall(r'^\[(\d)\].*resume     (\S+) \S+ -> ', said, re.MULTILINE)
+    assert sorted(lines) == [('0', 'jax'), ('0', 'train.eval_batches:'), ('1', 'orbax')]
     assert hashes(folder)['restored 25'] == hashes(folder)['saved 25']
     os.kill(children(process)[1], signal.SIGTERM)
     sent = time.monotonic()
