@@ -21,7 +21,7 @@ from megajax.core.hardware.dies import FP8_SHARE, Efficiency, Fit, Reference, wi
 Capability = tuple[int, int]  # CUDA's compute capability, such as (9, 0)
 Dtype = Literal['float32', 'bfloat16', 'float16', 'fp8']
 LinkName = Literal['nvlink', 'pcie']
-# What a record takes from the GPU that it is `like`, unless it has figures of its own.
+# keys that a record copies from the GPU in its key `like`, unless it has values of its own
 SHARED = {
     'peak_flops',
     'devices_per_host',
@@ -292,9 +292,10 @@ def _read(file: Path | Traversable) -> Hardware:
 
 
 def _completed(record: Any) -> Any:
-    """Return a record with what it takes from another GPU (`like: h100`) and from its die.
+    """Return a record with the values from its die and from a known GPU (`like: h100`).
 
-    A figure of the other GPU comes with its source, so a record that gives a figure gives a source.
+    They are the GPU's compute capability, and the figures in SHARED with their sources. Raises
+    ConfigError for an unknown GPU, and for a figure of the record that lacks a source.
     """
     if isinstance(record, dict) and 'like' in record:
         name, own = record['like'], {key: record[key] for key in record if key != 'like'}
@@ -302,7 +303,12 @@ def _completed(record: Any) -> Any:
             raise ConfigError(f'like: {name}: choose among {", ".join(hardware_names())}')
         other, sources = _known(name), own.get('sources', {})
         shared = other.model_dump(include=SHARED - own.keys(), exclude_none=True)
+        if own.keys().isdisjoint({'capability', 'compiler'}):
+            shared['capability'] = other.compute_capability
         if isinstance(sources, dict):
+            if missing := own.keys() & other.sources.keys() - sources.keys():
+                names = ', '.join(sorted(missing))
+                raise ConfigError(f'sources: {names}: missing; add the source of each figure')
             sources = {key: x for key, x in other.sources.items() if key in shared} | sources
         record = shared | own | {'sources': sources}
     return with_die(record)

@@ -5,6 +5,7 @@ user's file is said.
 from importlib import resources
 
 import pytest
+from ruamel.yaml import YAML
 
 from megajax.core.config import ConfigError
 from megajax.core.hardware.records import (
@@ -82,21 +83,36 @@ def test_a_gpu_like_another_takes_what_it_does_not_give_and_each_source_with_its
     file, h200 = tmp_path / 'mine.yaml', hardware('h200')
     file.write_text(
         'like: h200\nname: mine\nmemory: 1\nmemory_bandwidth: 1.0\npower: 700\ndie: hopper\n'
-        'pcie: {bandwidth: 1.0, latency: 0.0}\nsources: {inside_host: measured}'
+        'pcie: {bandwidth: 1.0, latency: 0.0}\n'
+        'sources: {inside_host: measured, memory: mine, memory_bandwidth: mine, power: mine, '
+        'pcie: mine}'
     )
     own = hardware(file)
     assert (own.peak_flops, own.inside_host) == (h200.peak_flops, h200.inside_host)
     assert own.pcie != h200.pcie
     assert own.sources['inside_host'] == 'measured'
     assert own.sources['across_hosts'] == hardware('h100').sources['across_hosts']
-    assert not {'pcie', 'memory', 'compiler'} & own.sources.keys()
+    assert own.sources['pcie'] == 'mine'
+    assert 'compiler' not in own.sources
     assert (own.fit, own.compiler, own.device_kinds) == (h200.fit, None, ())
+    assert own.compute_capability == h200.compute_capability == (9, 0)
+
+
+@pytest.mark.parametrize('name', hardware_names())
+def test_no_record_is_like_a_record_that_is_like_another(name):
+    folder = resources.files('megajax.core.hardware') / 'gpus'
+    other = YAML(typ='safe').load((folder / f'{name}.yaml').read_text()).get('like')
+    assert other is None or '\nlike:' not in (folder / f'{other}.yaml').read_text()
 
 
 @pytest.mark.parametrize(
     ('text', 'message'),
     [
         ('like: h10', 'mine.yaml: like: h10: choose among a100, '),
+        (
+            'like: h100\nname: x\nmemory: 1\npower: 1\nsources: {memory: mine}',
+            'mine.yaml: sources: power: missing; add the source of each figure',
+        ),
         ('name: x\nmemry: 3', 'mine.yaml: memry: Extra inputs are not permitted'),
         ('name: x\nname: y', 'mine.yaml: not valid YAML'),
         ('a string', 'mine.yaml: the file: Input should be'),
