@@ -235,7 +235,7 @@ class Checkpoints:
         self._settle()
         self._folders.remove_after(step)
         self._manager.reload()
-        self._verified, self._failed = None, None
+        self._verified, self._failed = step if self._verified == step else None, None
         self._due.forget()
 
     def close(self, *, final: bool = False) -> None:
@@ -294,7 +294,7 @@ class Checkpoints:
             error = error or failure
         step, since, self._saving = self._saving.step, self._saving.due, None
         failed = bool(from_all(error is not None).any())
-        finished = self._folders.finish(step)
+        finished = self._folders.is_finished(step)
         if finished:
             self._losses.write()
         if finished and not failed:

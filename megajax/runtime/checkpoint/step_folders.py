@@ -36,14 +36,10 @@ logger = logging.getLogger(__name__)
 
 
 class StepFolders:
-    """The folders in `folder`, one for each step, and the steps that were rejected.
-
-    A step that this run has saved or verified since its start is not hashed again.
-    """
+    """The folders in `folder`, one for each step, and the steps that were rejected."""
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._intact: set[int] = set()
         self._refused: set[int] = set()
         self._failed: set[int] = set()
         self._named: set[Path] = set()
@@ -113,15 +109,9 @@ class StepFolders:
         """The step since which the save of `step` was due."""
         return recorded_due(self.folder / str(step)) or step
 
-    def finish(self, step: int) -> bool:
-        """Return whether a save that has ended is finished, which makes its step an intact one.
-
-        The result is the same in all processes.
-        """
-        finished = bool(from_first(is_finished(self.folder / str(step)))[0])
-        if finished:
-            self._intact.add(step)
-        return finished
+    def is_finished(self, step: int) -> bool:
+        """Whether the save of a step is finished; equal in all processes."""
+        return bool(from_first(is_finished(self.folder / str(step)))[0])
 
     def clear_place(self, step: int) -> tuple[bool, bool]:
         """Return whether a usable checkpoint of `step` exists, and whether a folder is in the way.
@@ -152,8 +142,7 @@ class StepFolders:
         return sound, in_the_way
 
     def renew(self, step: int) -> None:
-        """Forget what is known of `step`, because it is being written again."""
-        self._intact.discard(step)
+        """Forget that `step` was rejected, because it is being written again."""
         self._refused.discard(step)
         self._failed.discard(step)
 
@@ -197,17 +186,15 @@ class StepFolders:
 
     def _refuses(self, step: int, changed: Changed) -> bool:
         path = self.folder / str(step)
-        faults = problems(path, contents=step not in self._intact, changed=changed)
+        faults = problems(path, changed=changed)
         if faults:
             self._refused.add(step)
             more = f' (and {len(faults) - 1} more)' if len(faults) > 1 else ''
             logger.warning('checkpoint %s is rejected: %s%s', path, faults[0], more)
-            return True
-        self._intact.add(step)
-        if extra := strangers(path):
+        elif extra := strangers(path):
             logger.warning(
                 'checkpoint %s contains %s, which does not belong to it: ignored',
                 path,
                 ', '.join(extra[:3]),
             )
-        return False
+        return bool(faults)
