@@ -115,20 +115,30 @@ def test_a_corpus_that_is_a_folder_is_seen_itself_and_never_the_root_of_the_host
 
 
 ATTEMPT = """#!/bin/sh
-[ -z "$STEP" ] || mkdir -p "$RUN_DIR/checkpoints/$STEP"
+if [ -n "$STEP" ]; then
+  mkdir -p "$RUN_DIR/checkpoints/$STEP"
+  [ -z "$FINISHED" ] || touch "$RUN_DIR/checkpoints/$STEP/commit_success.txt"
+fi
 exit "$CODE"
 """
 
 
 def requeued(
-    folder: Path, environ: dict[str, str], restarts: int, step: int | None, code: int = 75
+    folder: Path,
+    environ: dict[str, str],
+    restarts: int,
+    step: int | None,
+    code: int = 75,
+    *,
+    finished: bool = True,
 ) -> tuple[bool, str]:
     """Whether a job is requeued after an attempt that saves `step`, and its errors."""
     for name, text in {'srun': ATTEMPT, 'scontrol': '#!/bin/sh\necho "$@"\n'}.items():
         (folder / 'bin' / name).write_text(text)
         (folder / 'bin' / name).chmod(0o755)
     attempt = {'SLURM_RESTART_COUNT': str(restarts), 'CODE': str(code)}
-    environ = environ | attempt | {'RUN_DIR': f'{folder}/run', 'STEP': str(step or '')}
+    attempt |= {'STEP': str(step or ''), 'FINISHED': 'yes' if finished else ''}
+    environ = environ | attempt | {'RUN_DIR': f'{folder}/run'}
     done = run(folder, environ, 'tiny')
     assert done.returncode == code
     assert done.stdout in ('', 'requeue 7\n')
@@ -141,6 +151,30 @@ def test_a_job_is_requeued_at_each_time_limit_while_its_run_makes_progress(
     for restarts in range(25):
         step = 100 * (restarts + 1) if restarts % 5 == 0 else None
         assert requeued(tmp_path, environ, restarts, step) == (True, '')
+
+
+def test_a_save_that_was_cut_off_is_no_progress(tmp_path: Path, environ: dict[str, str]) -> None:
+    assert requeued(tmp_path, environ, 0, 100) == (True, '')
+    for restarts in range(1, 11):
+        step = 1000 + restarts
+        assert requeued(tmp_path, environ, restarts, step, finished=False) == (True, '')
+    assert not requeued(tmp_path, environ, 11, 2000, finished=False)[0]
+    assert requeued(tmp_path, environ, 12, 200) == (True, '')
+
+
+def test_a_restart_by_slurm_itself_is_no_futile_attempt(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    assert requeued(tmp_path, environ, 20, None) == (True, '')
+
+
+def test_a_job_whose_attempts_cannot_be_counted_ends(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    (tmp_path / 'run').touch()
+    is_requeued, said = requeued(tmp_path, environ, 3, None)
+    assert not is_requeued
+    assert said.endswith(f'not requeued: {tmp_path}/run cannot be written\n')
 
 
 @pytest.mark.parametrize('has_folder', [True, False])
