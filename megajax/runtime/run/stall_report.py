@@ -89,7 +89,14 @@ def report(shared: int, stacks: int, pid: int, log: str) -> None:
     while select.select([stacks], [], [], QUIET)[0] and (more := os.read(stacks, mmap.PAGESIZE)):
         text += more
     line = f'{NO_PROGRESS} {place.limit:g} s in phase {place.phase!r}: {who} exits at {_now()}'
-    waited = _waited_for(place, log, near[-1])
+    found = ['']
+    # In a thread, because the run may be waiting for the file system of the log.
+    search = threading.Thread(
+        target=lambda: found.append(_waited_for(place, log, near[-1])), daemon=True
+    )
+    search.start()
+    search.join(QUIET)
+    waited = found[-1]
     head = [line + (f'; {waited}' if waited else '') + '; its stacks:', HINT]
     text = '\n'.join(head).encode() + b'\n' + text
     # In parallel, because the run may be waiting for the file system or for the reader of stderr.

@@ -79,29 +79,51 @@ def test_the_processes_behind_are_named_from_the_lines_of_this_run(tmp_path: Pat
     assert _waited_for(place(), str(tmp_path / 'none'), 0) == ''
 
 
-def test_at_the_limit_the_stacks_of_others_hide_no_process_that_is_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The log has grown by the stacks of many processes when the last one reports its own."""
-    log, page, said = tmp_path / 'log.txt', tmp_path / 'page', []
-    log.write_text('an earlier run\n' * (NEAR // 10))
-    here = place(index=3, count=512, limit=0.4, since=time.monotonic())
-    page.write_bytes(here.encode())
+def said_at_the_limit(
+    log: Path, monkeypatch: pytest.MonkeyPatch, *, after_half: str = ''
+) -> list[bytes]:
+    """What process 3 says; `after_half` is written to the log at half of the limit."""
+    page, said = log.with_name('page'), list[bytes]()
+    page.write_bytes(place(index=3, count=512, limit=0.4, since=time.monotonic()).encode())
     monkeypatch.setattr(stall_report, '_say', said.append)
     monkeypatch.setattr(stall_report, 'QUIET', 0.1)
-    shared, (stacks, pipe) = os.open(page, os.O_RDONLY), os.pipe()
-    reporter = threading.Thread(target=stall_report.report, args=(shared, stacks, 3, str(log)))
     monkeypatch.setattr('signal.signal', lambda *_: None)  # only in a main thread
+    shared, (stacks, pipe) = os.open(page, os.O_RDONLY), os.pipe()
+    reporter = threading.Thread(
+        target=stall_report.report, args=(shared, stacks, 3, str(log)), daemon=True
+    )
     reporter.start()
     while '[beat 5]' not in log.read_text():
         time.sleep(0.01)
     with log.open('a') as file:
-        file.write(half(7, 4, 512) + 'a stack of another process\n' * (NEAR // 10))
+        file.write(after_half)
     os.write(pipe, b'stacks of this process\n')
-    reporter.join()
-    assert b'the others wait for process 7 (pid 7 on host h), which is in' in b''.join(said)
+    reporter.join(10)
     for file in (shared, stacks, pipe):
         os.close(file)
+    return said
+
+
+def test_at_the_limit_the_stacks_of_others_hide_no_process_that_is_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log has grown by the stacks of many processes when the last one reports its own."""
+    log = tmp_path / 'log.txt'
+    log.write_text('an earlier run\n' * (NEAR // 10))
+    stacks = 'a stack of another process\n' * (NEAR // 10)
+    (said,) = said_at_the_limit(log, monkeypatch, after_half=half(7, 4, 512) + stacks)
+    assert b'the others wait for process 7 (pid 7 on host h), which is in' in said
+
+
+def test_the_stacks_do_not_wait_for_a_file_system_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never = threading.Event()
+    monkeypatch.setattr(stall_report, '_waited_for', lambda *_: never.wait(20) and '')
+    (tmp_path / 'log.txt').touch()
+    (said,) = said_at_the_limit(tmp_path / 'log.txt', monkeypatch)
+    assert said.endswith(b'stacks of this process\n')
+    never.set()
 
 
 def test_of_many_processes_that_are_behind_three_are_named(tmp_path: Path) -> None:
