@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 from megajax.analysis.plan.layer_memory import up_and_hidden
 from megajax.analysis.plan.live_memory import Held
-from megajax.analysis.plan.sizes import BYTES, FLOAT32, Sizes
+from megajax.analysis.plan.sizes import FLOAT32, Sizes
 from megajax.core.config import Config
 from megajax.core.config.mesh import MeshConfig
 from megajax.core.config.model import encoder_layers
 from megajax.core.config.optim import OptimConfig
 from megajax.core.counts.layers import cross_layer
-from megajax.core.counts.parameters import dim_sizes, elements, parameters
+from megajax.core.counts.parameters import BYTES, dim_sizes, elements, parameters
 from megajax.core.counts.vision import images_of_device, runs_backward, vectors
 
 

@@ -15,14 +15,14 @@ from megajax.analysis.plan.kernel_time import peak_flops, product_seconds
 from megajax.analysis.plan.layouts import changed
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.search import usable_memory
-from megajax.analysis.plan.sizes import BYTES
 from megajax.base.result import Result
 from megajax.core.config import Config, ConfigError, MeshConfig, ModelConfig
 from megajax.core.config.divisors import divisors
 from megajax.core.config.lora import without_adapters
 from megajax.core.config.rules import incompatibilities
 from megajax.core.counts.collective import HLO_DTYPES, REDUCE
-from megajax.core.counts.parameters import dim_sizes, elements, own_counts
+from megajax.core.counts.loading import loading_bytes
+from megajax.core.counts.parameters import BYTES, dim_sizes, elements, own_counts
 from megajax.core.counts.products import products
 from megajax.core.counts.runs import Runs
 from megajax.core.counts.windows import windows
@@ -163,8 +163,7 @@ def _line(step: Config, config: Config, cluster: Cluster, tokens: int) -> Genera
     computing = 2 * multiplied / (peak_flops(step, cluster) * gpu.efficiency.matmul)
     token = max(reading, computing) + sending
     weights, cache = _bytes(loaded), int(of_token * cached_at_end)
-    # While they are loaded, matrices are in memory as in the checkpoint and as generation has them.
-    loading = weights + size * own_counts(loaded).matrices
+    loading = loading_bytes(loaded, cast=True)
     return GenerationLine(
         model=shards,
         weights=weights,

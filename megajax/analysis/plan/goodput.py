@@ -4,10 +4,11 @@ import dataclasses
 from math import sqrt
 
 from megajax.analysis.plan.network import Cluster
-from megajax.analysis.plan.sizes import BYTES, Sizes
+from megajax.analysis.plan.sizes import Sizes
 from megajax.analysis.plan.time import StepTime
 from megajax.core.config import Config
 from megajax.core.counts.parameters import (
+    BYTES,
     dim_sizes,
     dtype_at_rest,
     elements,

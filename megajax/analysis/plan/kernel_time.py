@@ -5,8 +5,8 @@ import dataclasses
 from megajax.analysis.plan.memory_traffic import Traffic
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.programs import Attention, Software
-from megajax.analysis.plan.sizes import BYTES
 from megajax.core.config import Config
+from megajax.core.counts.parameters import BYTES
 from megajax.core.counts.product import DENSE, Product
 from megajax.core.hardware.records import check_dtype
 

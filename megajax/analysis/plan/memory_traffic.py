@@ -9,12 +9,11 @@ from math import prod
 
 from megajax.analysis.plan.encoder import as_model
 from megajax.analysis.plan.expert_memory import ExpertArrays
-from megajax.analysis.plan.sizes import BYTES
 from megajax.core.config import Config
 from megajax.core.counts.flash import HOPPER, uses_flash
 from megajax.core.counts.layers import Sublayer, cross_layer, num_in_stack, stacks
 from megajax.core.counts.muon import pools_of
-from megajax.core.counts.parameters import dim_sizes, elements, megatron_counts
+from megajax.core.counts.parameters import BYTES, dim_sizes, elements, megatron_counts
 from megajax.core.counts.runs import Runs, ticks
 from megajax.core.counts.vision import runs_backward
 from megajax.core.counts.windows import scored_keys

@@ -11,10 +11,10 @@ from megajax.analysis.plan.kernel_time import peak_flops, product_seconds
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.programs import MEGAJAX, Software
 from megajax.analysis.plan.search import Choice, search
-from megajax.analysis.plan.sizes import BYTES
 from megajax.base.files.outputs import check_outputs
 from megajax.core.config import Config, ConfigError
 from megajax.core.config.extras import install
+from megajax.core.counts.parameters import BYTES
 from megajax.core.counts.product import DENSE
 from megajax.core.counts.products import products
 

@@ -17,6 +17,7 @@ from megajax.core.counts.declaration import Parameter
 from megajax.core.counts.flash import HOPPER, uses_flash
 from megajax.core.counts.layers import stacks
 from megajax.core.counts.parameters import (
+    BYTES,
     Counts,
     count,
     dim_sizes,
@@ -30,12 +31,6 @@ from megajax.core.hardware.records import Capability
 from megajax.core.parallel.layout import Layout
 
 FLOAT32, MASK = 4, 1  # bytes of an fp32 number, and of an element of a dropout mask
-BYTES = {
-    'float32': FLOAT32,
-    'bfloat16': 2,
-    'float16': 2,
-    'fp8': 2,
-}  # bytes of a number in `train.dtype`
 
 
 class Savings(NamedTuple):

@@ -37,6 +37,8 @@ from megajax.core.parallel.layout import Layout
 # Dims of weights and biases that Megatron shards over its ranks, including dims of an encoder.
 SHARDED_BY_MEGATRON = 'VFAMNKⒻⓃⓀⓌ'
 UNSHARDED: Mapping[str, int] = {}
+# bytes of a number in `train.dtype`, or in a dtype between steps
+BYTES = {'float32': 4, 'bfloat16': 2, 'float16': 2, 'fp8': 2}
 
 
 @functools.cache

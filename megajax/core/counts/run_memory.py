@@ -4,6 +4,7 @@ from megajax.core.config import Config
 from megajax.core.config.lora import without_adapters
 from megajax.core.config.one_dimensional import one_dimensional
 from megajax.core.counts.parameters import (
+    BYTES,
     dtype_at_rest,
     num_at_rest,
     num_moments,
@@ -11,8 +12,6 @@ from megajax.core.counts.parameters import (
     parameters,
 )
 from megajax.core.parallel.layout import Layout
-
-BYTES = {'float32': 4, 'bfloat16': 2, 'float16': 2}
 
 
 def stored_bytes(config: Config) -> int:

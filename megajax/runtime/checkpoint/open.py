@@ -60,14 +60,14 @@ class Opened:
 
 
 def open_model(path: Path, overrides: Sequence[str] = (), *, cast: bool = False) -> Opened:
-    """Open the model of a run or of one checkpoint (RUN/checkpoints/STEP, or RUN/STEP).
+    """Open the model of a run or of one checkpoint (RUN/STEP).
 
     For a run this is its newest checkpoint that verifies. The model's mesh has as many devices as
     the run's, but without ZeRO, replicas, and pipeline, context and 2-D tensor parallelism
     (`one_dimensional`), and its adapters are merged into its weights. If this machine has too few
-    devices for that, or too little memory, the mesh has fewer data shards. `overrides` work as in
-    `load` and may set the mesh, which is made here; use the model under
-    `jax.set_mesh(opened.mesh)`:
+    devices for that, or too little memory, the mesh has fewer data shards and, if necessary, a
+    smaller `mesh.experts`. `overrides` work as in `load` and may set the mesh, which is made here;
+    use the model under `jax.set_mesh(opened.mesh)`:
 
         opened = open_model(Path('runs/mine'), ['mesh.data=1', 'mesh.model=2'])
         with jax.set_mesh(opened.mesh):
@@ -83,7 +83,7 @@ def open_model(path: Path, overrides: Sequence[str] = (), *, cast: bool = False)
         trained = one_dimensional(reload(record.config, place=place))
         config = without_adapters(reload(trained.model_dump(mode='json'), overrides, place=place))
         if overridden(overrides, 'mesh.data') is None:
-            config = with_copies_that_fit(config)
+            config = with_copies_that_fit(config, cast=cast)
         tokenizer = (
             load_tokenizer(str(folder / TOKENIZER)) if (folder / TOKENIZER).is_file() else None
         )
@@ -92,7 +92,7 @@ def open_model(path: Path, overrides: Sequence[str] = (), *, cast: bool = False)
             tokenizer.also_ends(companions.ends)
             tokenizer.limit(config.model.vocab_size)
         mesh = mesh_for(config)
-        check_copies(config, [*mesh.devices.flat])
+        check_copies(config, [*mesh.devices.flat], cast=cast)
         with jax.set_mesh(mesh):
             params = restore_params(folder, config, cast=cast)
         return Opened(

@@ -10,8 +10,8 @@ import jax
 from jax.sharding import Mesh
 
 from megajax.core.config import Config, ConfigError
-from megajax.core.counts.parameters import num_at_rest, parameters
-from megajax.core.counts.run_memory import BYTES, stored_bytes
+from megajax.core.counts.parameters import BYTES, num_at_rest, parameters
+from megajax.core.counts.run_memory import stored_bytes
 from megajax.core.hardware.memory import host_memory
 from megajax.core.parallel.layout import Layout
 from megajax.core.parallel.mesh import host_names

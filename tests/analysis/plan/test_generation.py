@@ -74,9 +74,9 @@ def test_no_token_is_faster_than_its_weights_are_read() -> None:
         assert line.fits == (line.model > 2)
 
 
-def test_while_they_are_loaded_the_matrices_are_there_twice() -> None:
+def test_while_they_are_loaded_the_weights_are_there_twice() -> None:
     for line in planned(load('llama3_70b'), batch=1).lines:
-        assert 1.99 * line.weights < line.loading < 2 * line.weights
+        assert line.loading == 2 * line.weights
         if line.fits:
             assert line.loading < H100.memory
 
