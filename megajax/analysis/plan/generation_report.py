@@ -3,7 +3,7 @@
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from megajax.analysis.plan.generation import Generation
+from megajax.analysis.plan.generation import Generation, GenerationLine
 from megajax.base.render.console import number_columns, open_table, text_columns
 from megajax.base.render.folded import Folded
 from megajax.base.render.units import count, si
@@ -23,7 +23,7 @@ def generation_table(plan: Generation) -> RenderableType:
             f'{1e3 * line.token:.2f}',
             f'{line.sending / line.token:.0%}',
             f'{line.tokens_per_second:,.0f}',
-            '' if line.fits else 'does not fit',
+            '' if line.fits else _misfit(line),
         )
     without = ' without images' if plan.reads_images else ''
     asked = f'{plan.tokens:,} tokens after a prompt of {plan.prompt:,}{without}'
@@ -32,3 +32,10 @@ def generation_table(plan: Generation) -> RenderableType:
         Folded(table),
         Text('computed from bytes, matmul FLOPs and latencies; not measured'),
     )
+
+
+def _misfit(line: GenerationLine) -> str:
+    used = line.weights + line.cache
+    if line.loading >= used:
+        return f'does not fit: loading needs {si(line.loading)}'
+    return f'does not fit: weights and KV cache need {si(used)}'

@@ -4,9 +4,12 @@ import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 from support import megajax as run_here
 
 from megajax.analysis.plan.generation import Generation, GenerationLine, plan_generation
+from megajax.analysis.plan.generation_report import generation_table
+from megajax.base.render.units import si
 from megajax.core.config import Config, ConfigError, load
 from megajax.core.counts.parameters import num_parameters
 from megajax.core.hardware.records import hardware
@@ -79,6 +82,18 @@ def test_while_they_are_loaded_the_weights_are_there_twice() -> None:
         assert line.loading == 2 * line.weights
         if line.fits:
             assert line.loading < H100.memory
+
+
+@pytest.mark.parametrize(
+    ('batch', 'reason'), [(1, 'loading needs '), (1024, 'weights and KV cache need ')]
+)
+def test_a_size_that_does_not_fit_has_the_bytes_that_it_needs(batch: int, reason: str) -> None:
+    found, console = planned(load('llama3_70b'), batch=batch), Console(width=200)
+    with console.capture() as shown:
+        console.print(generation_table(found))
+    line, *_ = found.lines
+    needed = max(line.loading, line.weights + line.cache)
+    assert f'does not fit: {reason}{si(needed)}' in shown.get()
 
 
 def test_a_token_reads_and_multiplies_only_its_own_experts() -> None:
