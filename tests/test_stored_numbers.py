@@ -309,7 +309,11 @@ def test_the_page_has_the_sizes_of_the_searches() -> None:
     seconds = rf'^{searched} layouts .*: ([\d.]+) CPU seconds \(median; ([\d.]+) to ([\d.]+)\)'
     median, least, most = map(float, re.search(seconds, cpu, re.MULTILINE).groups())
     said = f'{median:.1f} CPU seconds (median of 20 searches; {least:.1f} to {most:.1f})'
-    assert f'{said} for the {searched} layouts of `llama3_8b` on 64 GPUs' in PLAN
+    assert f'{said} for the {searched} layouts of `llama3_8b` on 64 GPUs, on an AMD EPYC' in PLAN
+    took = r'a search of ([\d,]+) layouts took ([\d.]+) and ([\d.]+)\ss on an idle Xeon'
+    before, *idle = re.search(took, cpu).groups()
+    first, second = (f'{float(seconds):.1f}' for seconds in idle)
+    assert f'of {before} layouts took {first} and {second} CPU seconds on an idle Xeon' in PLAN
 
 
 def test_the_page_has_the_time_of_a_step_without_nvlink() -> None:
