@@ -134,6 +134,14 @@ def test_a_fine_tune_with_the_config_of_an_import_sets_its_learning_rate(page: P
         assert 'optim.lr=' in line, line
 
 
+def test_a_folder_that_an_example_checks_is_made_before() -> None:
+    texts = [block for page in PAGES for block in blocks(page) if 'doctor --dir ' in block]
+    assert texts
+    for text in texts:
+        before, _, after = text.partition('doctor --dir ')
+        assert f'mkdir -p {after.split()[0]}\n' in before
+
+
 def slurm_jobs() -> Iterator[tuple[str, list[str], int]]:
     """The config, the overrides and the GPUs of each job that a page or a comment submits."""
     script = (ROOT / 'scripts/slurm.sbatch').read_text()
