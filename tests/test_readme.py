@@ -23,6 +23,7 @@ from support import exhaustive, slow
 from typer.core import TyperCommand
 from typer.main import get_command
 
+from megajax.analysis.plan.planning import plan
 from megajax.commands.main import app
 from megajax.core.config import Config, load
 from megajax.core.config.overrides import KEYS
@@ -111,6 +112,10 @@ def config_of(words: list[str]) -> Config:
     return load(sources[0] if sources else 'tiny', overrides_in(words))
 
 
+def config_of_command(line: str) -> Config:
+    return config_of(read_command(line)[1])
+
+
 @pytest.mark.parametrize(
     ('page', 'line'), [(page, line) for page in PAGES for line in commands(page)],
     ids=lambda value: value.stem if isinstance(value, Path) else value,
@@ -124,7 +129,16 @@ def test_a_command_of_a_page_is_one_that_megajax_reads(page: Path, line: str, re
 
 def test_the_page_on_installing_trains_on_one_gpu_and_on_eight(reader: Path) -> None:
     lines = [line for line in commands(ROOT / 'docs/start.md') if 'train gpt2_124m' in line]
-    assert {config_of(read_command(line)[1]).mesh.num_devices for line in lines} == {1, 8}
+    configs = {each.mesh.num_devices: each for each in map(config_of_command, lines)}
+    assert configs.keys() == {1, 8}
+    smaller = configs[1].changed(train=configs[1].train.changed(microbatches=64))
+    needed, less = (
+        f'{sum(line.bytes for line in plan(each, gpu="a100").memory) / 1e9:.1f} GB'
+        for each in (configs[1], smaller)
+    )
+    text = ' '.join(prose(ROOT / 'docs/start.md').split())
+    assert f'The first command needs {needed} of GPU memory' in text
+    assert f'use `train.microbatches=64`, which needs {less}.' in text
 
 
 @for_each_page
