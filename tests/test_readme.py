@@ -143,9 +143,14 @@ def test_the_page_on_installing_trains_on_one_gpu_and_on_eight(reader: Path) -> 
 
 @for_each_page
 def test_a_fine_tune_with_the_config_of_an_import_sets_its_learning_rate(page: Path) -> None:
-    text = page.read_text().replace('\\\n', '')
-    for line in re.findall(r'megajax (?:launch [^\n`]*)?train\srun\.start_from=[^\n`]*', text):
-        assert 'optim.lr=' in line, line
+    text = '\n'.join(blocks(page)).replace('\\\n', '')
+    lines = [*spans(page), *re.findall('megajax .*', text)]
+    for line in (line for line in lines if 'train run.start_from=' in line):
+        rate = re.search(r'optim\.lr=(\S+)', line)
+        assert rate, line
+        if float(rate[1]) < 1e-4:  # a rate for the weights of a large model
+            assert 'optim.min_lr=' in line, line
+            assert 'optim.warmup_steps=' in line, line
 
 
 def test_a_folder_that_an_example_checks_is_made_before() -> None:
