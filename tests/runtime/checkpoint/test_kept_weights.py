@@ -1,5 +1,6 @@
 """Keys that keep the meaning of weights may differ from an import, and a run is told how else."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ from support import gather, on_mesh
 from megajax.core.config import Config, ConfigError
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
 from megajax.runtime.checkpoint.compare import check_same_model
-from megajax.runtime.checkpoint.record import make_record
+from megajax.runtime.checkpoint.kept_weights import HARMLESS
+from megajax.runtime.checkpoint.record import FIXED, OF_ROWS, make_record
 
 EXPERTS = {'count': 4, 'active': 2, 'ffn_size': 16}
+ROOT = Path(__file__).parents[3]
 CHECKPOINT = Path('runs/a/checkpoints/3')
 
 
@@ -67,3 +70,15 @@ def test_an_import_has_the_same_weights_in_any_dtype(
     assert 'resume     train.dtype: bfloat16 -> float16' in caplog.text
     expected = gather(params)
     assert all((x == expected[name]).all() for name, x in gather(restored).items())
+
+
+def test_the_pages_name_the_keys_that_a_run_may_and_may_not_change() -> None:
+    resumed, started = (
+        re.search(rf'{begin}.*?\n(?=\n|- )', (ROOT / f'docs/{page}.md').read_text(), re.DOTALL)[0]
+        for page, begin in (('failures', 'A resume cannot change'), ('weights', '- With a config,'))
+    )
+    assert {key.removesuffix('.') for key in FIXED} | {*OF_ROWS} <= {
+        *re.findall('`(.*?)`', resumed)
+    }
+    outside = {key for key in HARMLESS if not key.startswith(('model.', 'vision.'))}
+    assert outside <= {*re.findall('`(.*?)`', started)}
