@@ -53,6 +53,7 @@ def repeated() -> dict[str, Any]:
             found[kind] = {
                 'two runs are equal': same(first, second),
                 'a resume is equal': same(first, resumed),
+                'failures': [run for run in (first, second, resumed) if isinstance(run, str)],
                 'losses': first,
             }
     return found
@@ -69,10 +70,9 @@ def trained(folder: Path, run: str, *options: str) -> list[Any] | str:
     return losses
 
 
-def same(first: list[Any] | str, other: list[Any] | str) -> bool | str:
-    """Whether two runs have the same losses, or how one of them failed."""
-    failed = [each for each in (first, other) if isinstance(each, str)]
-    return failed[0] if failed else first == other
+def same(first: list[Any] | str, other: list[Any] | str) -> bool:
+    """Whether two runs trained to their ends, with the same losses."""
+    return isinstance(first, list) and first == other
 
 
 FORMS: dict[str, tuple[str, ...]] = {
