@@ -50,10 +50,10 @@ def main() -> None:
     parser.add_argument('presets', nargs='*', default=PRESETS)
     parser.add_argument('--rows', type=int, default=8, help='prompts of a batch')
     arguments = parser.parse_args()
-    print('| preset | reads | products | all-reduces | hidden | beside the encoder |')
+    print('| preset | reads | matmuls | all-reduces | hidden | overlapping the encoder |')
     print('|---|---|---|---|---|---|', flush=True)
     for preset in arguments.presets:
-        for name, following in ('one batch', False), ('beside the next', True):
+        for name, following in ('one batch', False), ('with the next', True):
             found = measure(preset, arguments.rows, following=following)
             print(f'| {preset} | {name} | {found} |', flush=True)
 

@@ -259,7 +259,7 @@ class RunConfig(Section):
     program that it reads from a cache.
     """
     data_cache: Folder = 'auto'
-    """Cache of URLs and of the tokens of text: auto (the user's cache directory), or a folder."""
+    """Cache of downloaded corpora and tokenized text: auto (in the user's cache), or a folder."""
     data_cache_gb: Annotated[PositiveFloat, Unit('GB')] = 64.0
     """Maximum size of that cache, which all processes of a host share."""
     wandb: Name | None = None
@@ -268,7 +268,7 @@ class RunConfig(Section):
         float | Literal['auto'] | None, BeforeValidator(_check_patience), Unit('seconds')
     ] = 'auto'
     """Time without a finished step after which the process writes all stacks and exits with code
-    124. auto: the longest of ten minutes, twice the first step, and ten times any later step.
+    124. auto: ten minutes, or more if 2x the first step or 10x the longest later step is longer.
     """
 
 

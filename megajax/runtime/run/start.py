@@ -146,9 +146,9 @@ def _check_corpus(start: Path, config: Config) -> None:
     if config.data.corpus in PICTURES:
         if there and drawn_tokenizer(config).fingerprint != there:
             message = (
-                f'{config.data.corpus} are images with a text of bytes, but the weights of {start} '
-                'were trained with the ids of a different tokenizer; train on JSON lines with '
-                'images, data.corpus=FILE.jsonl'
+                f'{config.data.corpus} uses the byte tokenizer, but the weights of {start} were '
+                'trained with the ids of a different tokenizer; train on JSON lines with images, '
+                'data.corpus=FILE.jsonl'
             )
             raise mistake('data.corpus', message, START_FROM)
         return

@@ -341,7 +341,8 @@ def test_drawn_images_begin_with_weights_of_their_own_tokenizer_and_no_other(
 
     assert find_start(starting_from('own'), tmp_path / 'new')
     with pytest.raises(
-        ConfigError, match=r'^data.corpus: words are images .*; train on .* data.corpus=FILE.jsonl$'
+        ConfigError,
+        match=r'^data.corpus: words uses the byte .*; train on .* data.corpus=FILE.jsonl$',
     ):
         find_start(starting_from('other'), tmp_path / 'new')
 
