@@ -55,15 +55,16 @@ def check_same_model(path: Path, there: Record, here: Record, *, is_import: bool
         keys |= {key: pair for key, pair in free.items() if is_fixed(key, *pair)}
     keys = dict(sorted(keys.items()))
     different = [f'{key} {a} there, {b} here' for key, (a, b) in keys.items()]
-    if has_other_tokenizer(there, here):
+    other_tokenizer = has_other_tokenizer(there, here)
+    if other_tokenizer:
         different.append(f'tokenizer {there.tokenizer_sha256} there, {here.tokenizer_sha256} here')
     if different:
         fix = 'change these back, or choose another run.dir'
         changed = [key for key in keys if key.startswith('lora.') and None not in keys[key]]
-        if len(different) == len(keys) and keys.keys() <= {*free, *changed}:
+        if not other_tokenizer and keys.keys() <= {*free, *changed}:
             back = 'change it back' if len(keys) == 1 else 'change these back'
             fix = f'{back}, or {_with_its_weights(path.parent.parent, merges=bool(changed))}'
-        elif all(line.startswith('tokenizer ') for line in different):
+        elif not keys:
             override = typed_override('data.tokenizer', path / TOKENIZER)
             fix = f'set {override}, or choose another run.dir'
         of = 'optimizer' if all(line.startswith('optim.') for line in different) else 'model'
