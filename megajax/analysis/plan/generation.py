@@ -94,8 +94,9 @@ def plan_generation(
     steps = [_step(config, count, prompt, batch) for count in counts]
     if problems := incompatibilities(steps[0]):
         raise ConfigError(*problems)
+    parts = {'vision': config.vision, 'relevance': config.relevance}
     lines = [
-        _line(step, config, Cluster.of(record, step.mesh.model), tokens)
+        _line(step, step.model_copy(update=parts), Cluster.of(record, step.mesh.model), tokens)
         for step in steps
         if not incompatibilities(step)
     ]
@@ -141,12 +142,11 @@ def _step(config: Config, count: int, prompt: int, batch: int) -> Config:
     )
 
 
-def _line(step: Config, config: Config, cluster: Cluster, tokens: int) -> GenerationLine:
-    """Return the line of a pass over prompts without images, for all weights of `config`."""
+def _line(step: Config, loaded: Config, cluster: Cluster, tokens: int) -> GenerationLine:
+    """Return the line of a pass over prompts without images, with all weights of `loaded`."""
     model, rows, shards = step.model, step.train.batch_size, step.mesh.model
     size = BYTES[step.train.dtype]
     counts = own_counts(step)
-    loaded = step.model_copy(update={'vision': config.vision, 'relevance': config.relevance})
     # A shard has keys and values of at least one complete head.
     own_heads = max(1, model.num_kv_heads // shards)
     of_token = size * rows * own_heads * elements('LUH', dim_sizes(model))
