@@ -263,10 +263,9 @@ class Checkpoints:
     def abandon(self) -> None:
         """Finish the save in progress and close without the other processes."""
         self._closed = True
-        if self._saving is not None:
-            self._saving = None
-            with contextlib.suppress(Exception):  # the run reports the error that it exits with
-                self._manager.wait_until_finished()
+        with contextlib.suppress(Exception):  # the run reports the error that it exits with
+            self._manager.wait_until_finished()
+        self._saving = None
 
     def _seal(self, parts: Iterable[str]) -> None:
         """Write the other files of a step, and all digests; `parts` has been hashed already.

@@ -30,6 +30,7 @@ from megajax.runtime.checkpoint.compare import log_schedule
 from megajax.runtime.checkpoint.digests import STAMP, SUMS, sound_checkpoint, write_sums
 from megajax.runtime.checkpoint.record import RECORD, Record, make_record, read_record
 from megajax.runtime.data.text.tokenizer import byte_tokenizer, train_bpe
+from megajax.runtime.processes.consensus import SaveBarrier
 
 
 @pytest.fixture(autouse=True)
@@ -179,6 +180,19 @@ def test_no_step_waits_for_a_save_in_progress(tmp_path: Path) -> None:
         assert time.monotonic() - start < 30
         go_on.set()
     assert [path.name for path in tmp_path.iterdir()] == ['1']
+
+
+def test_a_run_that_fails_finishes_the_save_in_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = threading.Event()
+    monkeypatch.setattr(SaveBarrier, 'parts', lambda _: [] if written.wait(60) else None)
+    checkpoints = Checkpoints(tmp_path, tiny())
+    checkpoints.save(make_state(tiny(), 1), 1)
+    threading.Timer(0.2, written.set).start()
+    checkpoints.abandon()
+    checkpoints.close(final=True)
+    assert newest(tmp_path) == 1
 
 
 def test_a_refused_step_takes_no_sound_ones_place(folder: Path) -> None:
