@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -228,6 +229,28 @@ def hashes(folder: Path) -> dict[str, set[str]]:
         name, _, digest = line.rpartition(' ')
         found.setdefault(name, set()).add(digest)
     return found
+
+
+def in_two_processes(program: str, *arguments: str) -> list[str]:
+    """Run a program that enters `processes()` in two processes; return the output of each."""
+    with socket.create_server(('127.0.0.1', 0)) as server:
+        port = server.getsockname()[1]
+    environment = os.environ | {
+        'MEGAJAX_COORDINATOR': f'127.0.0.1:{port}',
+        'MEGAJAX_PROCESSES': '2',
+        'JAX_PLATFORMS': 'cpu',
+    }
+    started = [
+        subprocess.Popen(
+            [sys.executable, '-c', program, *arguments],
+            env=environment | {'MEGAJAX_PROCESS': str(index)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    return [process.communicate(timeout=120)[0] for process in started]
 
 
 def stop(

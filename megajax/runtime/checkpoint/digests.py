@@ -27,6 +27,7 @@ COMMIT = 'commit_success.txt'  # Orbax's last file; a step without it was never 
 # Orbax adds the time to this file after the digests are written, and can restore without the file.
 STAMP = '_CHECKPOINT_METADATA'
 LATER = frozenset({SUMS, COMMIT, STAMP, VALIDATION})
+UNREADABLE = 'cannot be read'  # how the fault of a file that was not compared begins
 THREADS = min(4, os.cpu_count() or 1)
 
 logger = logging.getLogger(__name__)
@@ -80,13 +81,10 @@ def changed_files(folder: Path, digests: Mapping[str, str]) -> dict[str, str]:
         return {name: fault for name, fault in zip(digests, faults, strict=True) if fault}
 
 
-Changed = Callable[[Path, Mapping[str, str]], dict[str, str]]
-
-
-def problems(folder: Path, *, contents: bool = True, changed: Changed = changed_files) -> list[str]:
+def problems(folder: Path, *, contents: bool = True) -> list[str]:
     """Return the faults of a step, one line per file; empty if the step is intact.
 
-    Without `contents` only names and sizes are checked. Otherwise `changed` hashes the files.
+    Without `contents` only names and sizes are checked.
     """
     if folder.is_symlink():
         return ['is a symbolic link']
@@ -100,7 +98,7 @@ def problems(folder: Path, *, contents: bool = True, changed: Changed = changed_
     except FileNotFoundError:
         return [f'{SUMS} is missing']
     except OSError as error:
-        return [f'{SUMS} cannot be read: {error.strerror}']
+        return [f'{SUMS} {UNREADABLE}: {error.strerror}']
     except ValueError:
         return [f'{SUMS} is damaged']
     files = _files(folder)
@@ -112,7 +110,7 @@ def problems(folder: Path, *, contents: bool = True, changed: Changed = changed_
     }
     if contents:
         present = {name: digest for name, digest in sums.digests.items() if name not in faults}
-        faults |= changed(folder, present)
+        faults |= changed_files(folder, present)
     if not faults and (size := _total_size(folder, sums.digests)) != sums.size:
         return [f'holds {size} bytes instead of {sums.size}']
     return [f'{name} {faults[name]}' for name in sorted(faults)]
@@ -215,11 +213,13 @@ def find_candidates(path: Path) -> list[Path]:
 
 
 @contextmanager
-def sound_checkpoint(path: Path, changed: Changed = changed_files) -> Iterator[Path]:
+def sound_checkpoint(
+    path: Path, problems: Callable[[Path], list[str]] = problems
+) -> Iterator[Path]:
     """Yield the folder of the checkpoint that `path` stands for, verified by its digests.
 
     If the path is a run, this is its newest intact checkpoint. The run does not delete the
-    checkpoint during the block. `changed` hashes the files. Raises ConfigError if there is no
+    checkpoint during the block. `problems` verifies a step. Raises ConfigError if there is no
     finished checkpoint, and CheckpointError if none is intact.
     """
     tried: set[Path] = set()
@@ -230,7 +230,7 @@ def sound_checkpoint(path: Path, changed: Changed = changed_files) -> Iterator[P
         with folder_lock(candidate, shared=True) as is_there:
             if not is_there:
                 continue
-            faults = problems(candidate, changed=changed)
+            faults = problems(candidate)
             if not faults:
                 yield candidate.absolute()
                 return
@@ -284,7 +284,7 @@ def _compare(path: Path, digest: str) -> str | None:
             return None
         return 'differs from what was written' if file_size(path) else 'is empty'
     except OSError as error:
-        return f'cannot be read: {error.strerror}'
+        return f'{UNREADABLE}: {error.strerror}'
 
 
 def _total_size(folder: Path, names: Iterable[str]) -> int:

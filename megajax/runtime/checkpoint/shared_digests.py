@@ -1,49 +1,61 @@
 """Verify a checkpoint in all processes of a run, each of which hashes a share of the files."""
 
 import json
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import socket
 from itertools import islice
 from pathlib import Path
 
 import jax
 
-from megajax.runtime.checkpoint.digests import Changed, changed_files, file_size
+from megajax.base.errors import reason
+from megajax.core.config import CheckpointError
+from megajax.runtime.checkpoint.digests import (
+    SUMS,
+    UNREADABLE,
+    changed_files,
+    problems,
+    read_sums,
+)
 from megajax.runtime.processes.consensus import text_from_first, texts_from_all
 
 
-@contextmanager
-def hashed_by_all(root: Path) -> Iterator[Changed]:
-    """Yield to the first process a function like `changed_files` that all processes work for.
+class UnreadableError(CheckpointError):
+    """A file that the first process sees, but that one of the processes cannot read."""
 
-    All processes must enter the block, with their paths to the same directory. Checkpoints are
-    found by their paths relative to it. The other processes must not use what the block yields:
-    when they leave the block, they hash their shares until the first process leaves it, too.
+
+def shared_problems(folder: Path) -> list[str]:
+    """Return the faults of a step as `problems` does; all processes share the hashing.
+
+    All processes must call it, with their paths to the same folder. Raises UnreadableError in all
+    of them if one cannot read a file: the fault may be its host's, and the step sound.
     """
     if jax.process_count() == 1:
-        yield changed_files
-        return
-    if jax.process_index() == 0:
-        yield lambda folder, digests: _changed(root, text_from_first(_task(root, folder, digests)))
-        text_from_first('')
-        return
-    yield changed_files
-    while task := text_from_first(''):
-        _changed(root, task)
+        return problems(folder)
+    faults = problems(folder, contents=False) if jax.process_index() == 0 else []
+    faults = json.loads(text_from_first(json.dumps(faults)))
+    if faults:
+        return faults
+    mine = _faults_of_share(folder)
+    texts = texts_from_all(json.dumps([socket.gethostname(), mine]) if mine else '')
+    for index, text in enumerate(texts):
+        host, found = json.loads(text) if text else ('', {})
+        for name, fault in sorted(found.items()):
+            if fault.startswith(UNREADABLE):
+                raise UnreadableError(
+                    f'{folder / name} {fault} (process {index} on {host}); make it readable there, '
+                    f'or move {folder} away to do without this checkpoint'
+                )
+            faults.append(f'{name} {fault}')
+    return sorted(faults)
 
 
-def _task(root: Path, folder: Path, digests: Mapping[str, str]) -> str:
-    """Describe the files to hash, the largest first, so that equal shares are of equal size."""
-    names = sorted(digests, key=lambda name: file_size(folder / name), reverse=True)
-    return json.dumps([os.path.relpath(folder, root), {name: digests[name] for name in names}])
-
-
-def _changed(root: Path, task: str) -> dict[str, str]:
-    """Hash this process's share of the files; return the faults that all processes find."""
-    relative, digests = json.loads(task)
-    folder = Path(os.path.normpath(root / relative))
-    share = dict(islice(digests.items(), jax.process_index(), None, jax.process_count()))
-    faults = changed_files(folder, share)
-    texts = texts_from_all(json.dumps(faults) if faults else '')
-    return {name: fault for text in texts if text for name, fault in json.loads(text).items()}
+def _faults_of_share(folder: Path) -> dict[str, str]:
+    """Hash this process's share of the files; return the fault of each changed file."""
+    try:
+        digests = read_sums(folder).digests
+    except (OSError, ValueError) as error:  # the first process has just read the file
+        return {SUMS: f'{UNREADABLE}: {reason(error)}'}
+    # The order of the digests is random, so each share has files of all sizes.
+    names = sorted(digests, key=lambda name: (digests[name], name))
+    share = islice(names, jax.process_index(), None, jax.process_count())
+    return changed_files(folder, {name: digests[name] for name in share})

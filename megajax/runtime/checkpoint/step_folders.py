@@ -17,7 +17,6 @@ from megajax.base.render.text import typed
 from megajax.core.config import CheckpointError
 from megajax.runtime.checkpoint.digests import (
     COMMIT,
-    Changed,
     find_foreign,
     find_steps,
     foreign_step,
@@ -26,7 +25,7 @@ from megajax.runtime.checkpoint.digests import (
     strangers,
 )
 from megajax.runtime.checkpoint.record import recorded_due
-from megajax.runtime.checkpoint.shared_digests import hashed_by_all
+from megajax.runtime.checkpoint.shared_digests import shared_problems
 from megajax.runtime.checkpoint.strays import delete_folder, move_aside, sweep, warn_of_strays
 from megajax.runtime.processes.consensus import from_first
 
@@ -51,25 +50,20 @@ class StepFolders:
         Each newer step that is rejected is logged with the reason. Raises CheckpointError if all
         steps are rejected.
         """
-        steps = find_steps(self.folder) if jax.process_index() == 0 else []
+        steps, foreign = list[int](), list[Path]()
         if jax.process_index() == 0:
             warn_of_strays(self.folder, self._named)
-        with hashed_by_all(self.folder) as changed:
-            sound = (step for step in reversed(steps) if not self._refuses(step, changed))
-            newest = next(sound, -1)
-        foreign = find_foreign(self.folder) if jax.process_index() == 0 else []
-        newest, count, num_refused = from_first(
-            newest, len(steps) + len(foreign), len(self._refused)
-        )
-        refused = sorted(self._refused) if jax.process_index() == 0 else [0] * num_refused
-        self._refused = set(from_first(*refused))
-        if count and newest < 0:
+            steps, foreign = find_steps(self.folder), find_foreign(self.folder)
+        num_steps, count = from_first(len(steps), len(steps) + len(foreign))
+        steps = from_first(*(steps or [0] * num_steps))
+        newest = next((step for step in reversed(steps) if not self.refuses(step)), None)
+        if count and newest is None:
             raise CheckpointError(
                 f'none of the {count} checkpoints in {self.folder} can be used: '
                 f'run megajax checkpoint verify {typed(self.folder.parent)}, '
                 'restore their files from a backup, or choose another run.dir to start afresh'
             )
-        return newest if count else None
+        return newest
 
     def write_error(self) -> OSError | None:
         """Write and sync an unnamed file in the folder; return the error if that fails.
@@ -88,11 +82,25 @@ class StepFolders:
     def refuses(self, step: int) -> bool:
         """Whether a step's digests do not match, which is logged.
 
-        The result is the same in all processes.
+        The result is the same in all processes. Raises CheckpointError if one of several processes
+        cannot read a file.
         """
-        with hashed_by_all(self.folder) as changed:
-            refused = jax.process_index() == 0 and self._refuses(step, changed)
-        return bool(from_first(refused)[0])
+        path = self.folder / str(step)
+        faults = shared_problems(path)
+        if faults:
+            self._refused.add(step)
+        if jax.process_index() > 0:
+            return bool(faults)
+        if faults:
+            more = f' (and {len(faults) - 1} more)' if len(faults) > 1 else ''
+            logger.warning('checkpoint %s is rejected: %s%s', path, faults[0], more)
+        elif extra := strangers(path):
+            logger.warning(
+                'checkpoint %s contains %s, which does not belong to it: ignored',
+                path,
+                ', '.join(extra[:3]),
+            )
+        return bool(faults)
 
     def is_junk(self, step: int) -> bool | None:
         """Whether a step was rejected; None if its folder is not the run's own.
@@ -183,18 +191,3 @@ class StepFolders:
             if jax.process_index() == 0
             else []
         )
-
-    def _refuses(self, step: int, changed: Changed) -> bool:
-        path = self.folder / str(step)
-        faults = problems(path, changed=changed)
-        if faults:
-            self._refused.add(step)
-            more = f' (and {len(faults) - 1} more)' if len(faults) > 1 else ''
-            logger.warning('checkpoint %s is rejected: %s%s', path, faults[0], more)
-        elif extra := strangers(path):
-            logger.warning(
-                'checkpoint %s contains %s, which does not belong to it: ignored',
-                path,
-                ', '.join(extra[:3]),
-            )
-        return bool(faults)

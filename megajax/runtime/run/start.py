@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,15 +16,15 @@ from megajax.base.render.text import typed
 from megajax.core.config import CheckpointError, Config, ConfigError, Problem, RunError, mistake
 from megajax.core.config.overrides import typed_override
 from megajax.core.parallel.mesh import check_current_mesh
-from megajax.runtime.checkpoint.digests import SUMS, find_steps, is_step_name, sound_checkpoint
+from megajax.runtime.checkpoint.digests import SUMS, find_steps, sound_checkpoint
 from megajax.runtime.checkpoint.kept_weights import model_differences
 from megajax.runtime.checkpoint.open import restore_params
 from megajax.runtime.checkpoint.record import FAMILY, START_FROM, make_record, read_record
-from megajax.runtime.checkpoint.shared_digests import hashed_by_all
+from megajax.runtime.checkpoint.shared_digests import UnreadableError, shared_problems
 from megajax.runtime.data.synthetic_corpus import PICTURES, drawn_tokenizer
 from megajax.runtime.data.text.tokenizer import Tokenizer, load_tokenizer
 from megajax.runtime.data.token_pairs import manifest_of, prefixes_of
-from megajax.runtime.processes.consensus import from_first, local_time
+from megajax.runtime.processes.consensus import from_first, local_time, text_from_first
 from megajax.runtime.run.infer_config import NO_FILES, candidates_of_start, tokenizer_of
 
 # The parts of a model that a run cannot add, by section.
@@ -90,28 +91,48 @@ def origin_of(start: Path) -> dict[str, str]:
 
 @contextmanager
 def _sound_in_all(wanted: Path) -> Iterator[Path]:
-    """Enter `sound_checkpoint` in the first process and yield its result in all of them."""
-    sound, found, error = None, -1, None
+    """Enter `sound_checkpoint` in the first process and yield its result in all of them.
+
+    Each candidate is verified by all processes. Raises ConfigError in a process that does not find
+    the first process's candidate.
+    """
+
+    def verified(candidate: Path) -> list[str]:
+        text_from_first(candidate.absolute().name)
+        return shared_problems(candidate)
+
+    sound, error = None, None
     with ExitStack() as held:
-        with hashed_by_all(wanted) as changed:
-            if jax.process_index() == 0:
-                try:
-                    candidates_of_start(wanted)
-                    sound = held.enter_context(sound_checkpoint(wanted, changed))
-                    found = read_record(sound).step
-                except RunError as failure:
-                    error = failure
-        step = from_first(found)[0]
-        if step < 0:
+        if jax.process_index() == 0:
+            try:
+                candidates_of_start(wanted)
+                sound = held.enter_context(sound_checkpoint(wanted, verified))
+            except UnreadableError:  # raised in all processes
+                raise
+            except RunError as failure:
+                error = failure
+            text_from_first('')
+        else:
+            while name := text_from_first(''):
+                candidate = _named(wanted, name)
+                sound = None if shared_problems(candidate) else candidate.absolute()
+        if from_first(sound is None)[0] or sound is None:
             raise error or CheckpointError(
                 f'{START_FROM}={wanted} cannot be used: the first process reports the reason'
             )
-        # A copy with a name that is not a number is the only candidate.
-        yield sound or next(
-            path.absolute()
-            for path in candidates_of_start(wanted)
-            if path.name == str(step) or not is_step_name(path.name)
-        )
+        yield sound
+
+
+def _named(wanted: Path, name: str) -> Path:
+    """Return the candidate with this name; raises ConfigError if there is none."""
+    for candidate in candidates_of_start(wanted):
+        if candidate.absolute().name == name:
+            return candidate
+    raise mistake(
+        START_FROM,
+        f'{wanted}: process {jax.process_index()} on {socket.gethostname()} does not find the '
+        f'checkpoint {name}; use a path on a file system that all hosts share',
+    )
 
 
 def _check_same_model(

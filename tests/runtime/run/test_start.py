@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import make_state, tiny
+from runs import in_two_processes
 from support import by_name, on_mesh, slow
 from typer.testing import CliRunner
 from vlm import relevant, vlm
@@ -88,6 +89,44 @@ def test_a_run_or_one_of_its_steps_is_found(source: Path, name: str, step: int) 
 def test_a_copy_is_found_by_any_name(source: Path, name: str) -> None:
     copy = Path(shutil.copytree(source / 'checkpoints/3', source / name))
     assert find_start(starting(copy), source.parent / 'new') == copy
+
+
+TOGETHER = """
+import jax, logging, os, sys
+from pathlib import Path
+from megajax.core.config import ConfigError
+from megajax.runtime.processes.distributed import processes
+from megajax.runtime.run.start import _sound_in_all
+
+os.chdir(sys.argv[1])
+with processes():
+    for wanted in ('source', 'link/../source', 'source/checkpoints/0'):
+        with _sound_in_all(Path(wanted)) as start:
+            print('start', start.resolve())
+    if jax.process_index() == 1:
+        os.chdir('/')
+    try:
+        with _sound_in_all(Path('source')):
+            pass
+    except ConfigError as error:
+        print('error', error)
+        raise
+"""
+
+
+@pytest.mark.faults
+def test_two_processes_find_the_same_checkpoint_or_are_told_that_they_share_none(
+    source: Path, tmp_path: Path
+) -> None:
+    other = Path(shutil.copytree(source, tmp_path / 'other/source'))
+    (tmp_path / 'other/deep').mkdir()
+    (tmp_path / 'link').symlink_to('other/deep')
+    damage(source / 'checkpoints/3')
+    outputs = in_two_processes(TOGETHER, str(tmp_path))
+    expected = [source / 'checkpoints/0', other / 'checkpoints/3', source / 'checkpoints/0']
+    for output in outputs:
+        assert re.findall(r'^start (.*)$', output, re.MULTILINE) == list(map(str, expected)), output
+    assert 'error run.start_from: source: no finished checkpoint there; ' in outputs[1]
 
 
 def test_of_a_run_the_newest_that_verifies_is_taken_and_of_a_step_nothing_else(
