@@ -45,8 +45,13 @@ def phase_limits(config: Config, processes: int) -> Mapping[str, float] | None:
     chosen = config.run.watchdog_seconds
     if chosen is None:
         return None
-    share = STATE_BYTES * num_parameters(config.model) / processes
-    checkpoint = CHECKPOINT + share / CHECKPOINT_BYTES_PER_SECOND + share / HASHED_BYTES_PER_SECOND
+    size = STATE_BYTES * num_parameters(config.model)
+    share = size / processes
+    # Processes with several devices do not share the reads of replicas (`shared_reads.py`).
+    to_read = share if processes >= config.mesh.num_devices else size
+    checkpoint = (
+        CHECKPOINT + to_read / CHECKPOINT_BYTES_PER_SECOND + share / HASHED_BYTES_PER_SECOND
+    )
     limits = {
         'start': START,
         'corpus': CORPUS,

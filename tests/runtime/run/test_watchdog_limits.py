@@ -43,6 +43,13 @@ def test_a_checkpoint_has_the_time_of_a_slow_disk_for_what_a_process_has_of_it()
     assert one > 12 * 8.3e9 / 50e6 > many
 
 
+def test_a_process_with_several_devices_has_the_time_to_read_all_of_a_checkpoint():
+    config = load('megatron_8.3b', ['mesh.data=2'])
+    devices = config.mesh.num_devices
+    several, one = (phase_limits(config, devices // n)['checkpoint'] for n in (2, 1))
+    assert several > 12 * 8.3e9 / 50e6 > one
+
+
 def test_a_checkpoint_has_the_time_in_which_each_process_hashes_its_share():
     config = load('gpt3_175b')
     measured = 12 * 175e9 / 0.5e9  # at the slowest rate at which a checkpoint was hashed
