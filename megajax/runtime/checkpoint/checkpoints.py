@@ -8,7 +8,7 @@ least one committed step. With several processes, all call the same methods and 
 
 import contextlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -84,8 +84,7 @@ class Checkpoints:
         self._failed: str | None = None  # the reason why the newest state is not on disk
         self._verified: int | None = None
         self._losses, self._folders = ValidationLosses(self.folder), StepFolders(self.folder)
-        self._closed = False
-        self._due = DueSave(config.checkpoint)
+        self._closed, self._due = False, DueSave(config.checkpoint)
         leave_failed_saves_to_us()
         policy = preservation_policy(config.checkpoint, self._losses.of, self._folders)
         try:
@@ -150,11 +149,12 @@ class Checkpoints:
         log_schedule(there, here, taken=int(state.guard.taken + 0))
         return state
 
-    def poll(self, step: int) -> int | None:
+    def poll(self, step: int, on_end: Callable[[], object] = lambda: None) -> int | None:
         """Return the step since which a save is due, or None; all processes call this at each step.
 
         A save is due by `checkpoint.every`, by `checkpoint.minutes`, or, once, because the last
-        save failed, and stays due until it begins. A failed save is logged here.
+        save failed, and stays due until it begins. If the save in progress has ended, calls
+        `on_end`, and then cleans up after a failed save and logs it.
         """
         saving, late = self._saving is not None, self._due.is_late
         running = saving and self._manager.is_saving_in_progress()
@@ -163,6 +163,7 @@ class Checkpoints:
             running = bool(answers[:, 0].any())
             late = bool(answers[0, 1])  # the clock of the first process counts
         if saving and not running:
+            on_end()
             self._settle()
         return self._due.reach(step, is_late=late and not running)
 

@@ -1,6 +1,7 @@
 """The training loop: steps, rollbacks, evaluation and checkpoints."""
 
 import logging
+from functools import partial
 
 import jax
 
@@ -103,9 +104,8 @@ class Trainer:
         )
         self._meter = Meter(self.config, self._train_step, [*jax.sharding.get_mesh().devices.flat])
         self.clock.begin('other')
-        self._batches = self._read_on()
+        self._batches, every = self._read_on(), self.config.train.log_every
         self._between_steps.begin()
-        every = self.config.train.log_every
         lines = self.report.progress(start=self.step, steps=steps, log_every=every)
         with self.profiler, lines as progress:
             while self.step < steps:
@@ -179,7 +179,8 @@ class Trainer:
             raise self._failure
         current, self._ahead = self._ahead or self._dispatch(self.step + 1), None
         self._begin_step(current.step)  # where processes ask each other, they wait for its end
-        self._due = self.checkpoints.poll(current.step)
+        on_end = partial(self._begin, 'checkpoint', 'saving', 'checkpoint')
+        self._due = self.checkpoints.poll(current.step, on_end)
         if go_ahead and self._may_go_ahead(current.step):
             try:
                 self._ahead = self._dispatch(current.step + 1, current.metrics)

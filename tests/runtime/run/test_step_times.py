@@ -15,6 +15,7 @@ from megajax.core.config import load
 from megajax.core.train.first_step import Calibration
 from megajax.core.train.step import TrainState
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
+from megajax.runtime.checkpoint.orbax_manager import Manager
 from megajax.runtime.data import Batches
 from megajax.runtime.run import compile_step, replay
 from megajax.runtime.run.clock import Clock
@@ -164,7 +165,7 @@ def test_processes_that_ask_each_other_about_a_save_wait_for_the_step_in_flight_
     asking, beat, phases = 0.2, Watchdog.beat, ['']
     asked = list[tuple[int, str]]()
 
-    def poll(_: Checkpoints, step: int) -> None:
+    def poll(_: Checkpoints, step: int, on_end: Any) -> None:
         """The answers come when the step ends."""
         asked.append((step, phases[-1]))
         time.sleep(asking)
@@ -179,6 +180,31 @@ def test_processes_that_ask_each_other_about_a_save_wait_for_the_step_in_flight_
     assert asked == [(step, f'step {step}') for step in lines]
     assert seconds(tmp_path)['productive'] > asking * len(lines)
     assert seconds(tmp_path)['other'] < asking * len(lines) / 2
+
+
+def test_the_end_of_a_save_is_no_part_of_a_step_and_has_the_limit_of_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ending, settle, beat, begun, kinds = 0.2, Checkpoints._settle, Watchdog.beat, [''], list[str]()
+
+    def slow(checkpoints: Checkpoints, *error: Any) -> None:
+        if checkpoints._saving:
+            kinds.append(begun[-1])
+            time.sleep(ending)
+        settle(checkpoints, *error)
+
+    def noted(watchdog: Watchdog, phase: str, kind: str) -> None:
+        begun.append(kind)
+        beat(watchdog, phase, kind)
+
+    monkeypatch.setattr(Checkpoints, '_settle', slow)
+    monkeypatch.setattr(Manager, 'is_saving_in_progress', lambda _: False)
+    monkeypatch.setattr(Watchdog, 'beat', noted)
+    lines = train(tmp_path, monkeypatch, 'checkpoint.every=1')
+    assert set(kinds) == {'checkpoint'}
+    assert len(kinds) == len(lines)
+    assert seconds(tmp_path)['checkpoint'] > ending * len(lines)
+    assert seconds(tmp_path)['productive'] < ending * len(lines)
 
 
 def test_writing_the_trace_is_no_part_of_a_step(
