@@ -20,7 +20,7 @@ from megajax.runtime.processes.consensus import text_from_first, texts_from_all
 
 
 class UnreadableError(CheckpointError):
-    """A file that the first process sees, but that one of the processes cannot read."""
+    """A file that the first process finds, but that one of several processes cannot read."""
 
 
 def shared_problems(folder: Path) -> list[str]:
@@ -33,8 +33,9 @@ def shared_problems(folder: Path) -> list[str]:
         return problems(folder)
     faults = problems(folder, contents=False) if jax.process_index() == 0 else []
     faults = json.loads(text_from_first(json.dumps(faults)))
-    if faults:
+    if faults and not faults[0].startswith(f'{SUMS} {UNREADABLE}'):
         return faults
+    faults = []
     mine = _faults_of_share(folder)
     texts = texts_from_all(json.dumps([socket.gethostname(), mine]) if mine else '')
     for index, text in enumerate(texts):
@@ -53,7 +54,7 @@ def _faults_of_share(folder: Path) -> dict[str, str]:
     """Hash this process's share of the files; return the fault of each changed file."""
     try:
         digests = read_sums(folder).digests
-    except (OSError, ValueError) as error:  # the first process has just read the file
+    except (OSError, ValueError) as error:  # the first process does not find the file damaged
         return {SUMS: f'{UNREADABLE}: {reason(error)}'}
     # The order of the digests is random, so each share has files of all sizes.
     names = sorted(digests, key=lambda name: (digests[name], name))

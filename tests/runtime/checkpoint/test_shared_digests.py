@@ -44,6 +44,14 @@ def flip(name):
         path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
     from_first(0)
 
+def told(verify):
+    folders = StepFolders(Path(folder))
+    try:
+        verify(folders)
+    except CheckpointError as error:
+        print('unreadable', error)
+    assert not folders.is_junk(7)
+
 logging.basicConfig(format='%(message)s', stream=sys.stdout)
 digests._digest = digest
 with processes():
@@ -55,15 +63,21 @@ with processes():
         if not name:
             print('hashed', *hashed)
         flip(name)
+    sums, aside = Path(folder, '7', digests.SUMS), Path(folder, 'aside')
+    if jax.process_index() == 0:
+        sums.rename(aside)
+        sums.mkdir()
+    from_first(0)
+    told(StepFolders.find_newest)
+    from_first(0)
+    if jax.process_index() == 0:
+        sums.rmdir()
+        aside.rename(sums)
+    from_first(0)
     if jax.process_index() == 1:
         digests._digest = lambda path: Path('/no such file').open()
-    folders = StepFolders(Path(folder))
-    for verify in (folders.find_newest, lambda: folders.refuses(7)):
-        try:
-            verify()
-        except CheckpointError as error:
-            print('unreadable', error)
-        assert not folders.is_junk(7)
+    told(StepFolders.find_newest)
+    told(lambda folders: folders.refuses(7))
 """
 
 
@@ -89,5 +103,6 @@ def test_a_fault_in_any_file_is_known_to_both_processes_and_each_file_is_hashed_
     assert said == [f'{name} differs from what was written' for name in FILES]
     for output in outputs:
         told = re.findall(rf'^unreadable {tmp_path}/7/(.*)$', output, re.MULTILINE)
-        assert len(told) == 2
-        assert 'cannot be read: No such file or directory (process 1 on ' in told[0]
+        assert len(told) == 3
+        assert 'SHA256SUMS cannot be read: ' in told[0]
+        assert 'cannot be read: No such file or directory (process 1 on ' in told[1]
