@@ -83,6 +83,18 @@ stages: two rows               | llama3_8b 1x4 sp 16 STAGES SEPARATE
 stages: two rows, loop, halves | llama3_8b 1x4 sp 16 STAGES LOOP_IN_HALVES
 stages: two rows, halves       | llama3_8b 1x4 sp 16 STAGES IN_HALVES
 stages: two rows, halves early | llama3_8b 1x4 sp 16 STAGES IN_HALVES EARLY
+loop: gpt2_345m                | gpt2_345m 2x4 tp 4 PLAIN
+loop: gpt2_345m, full          | gpt2_345m 2x4 tp 4 PLAIN train.recompute=full
+loop: gpt2_345m, SP            | gpt2_345m 2x4 sp 4 PLAIN
+loop: gpt2_345m, SP, full      | gpt2_345m 2x4 sp 4 PLAIN train.recompute=full
+loop: megatron_8.3b            | megatron_8.3b 2x4 tp 4 PLAIN
+loop: megatron_8.3b, full      | megatron_8.3b 2x4 tp 4 PLAIN train.recompute=full
+loop: megatron_8.3b, SP        | megatron_8.3b 2x4 sp 4 PLAIN
+loop: megatron_8.3b, SP, full  | megatron_8.3b 2x4 sp 4 PLAIN train.recompute=full
+loop: llama3_8b                | llama3_8b 2x4 tp 4 PLAIN
+loop: llama3_8b, full          | llama3_8b 2x4 tp 4 PLAIN train.recompute=full
+loop: llama3_8b, SP            | llama3_8b 2x4 sp 4 PLAIN
+loop: llama3_8b, SP, full      | llama3_8b 2x4 sp 4 PLAIN train.recompute=full
 """
 WORDS = {
     'LAYERS': 'model.num_layers=8',

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from megajax.analysis.plan.communication import communication
 from megajax.analysis.plan.memory import memory
@@ -32,6 +32,12 @@ class Step(NamedTuple):
     compiled: float
     planned: float
 
+    @classmethod
+    def of(cls, config: Config, compiled: float) -> Self:
+        """Compare the plan of a config with its compiled step."""
+        parallel = 'SP' if config.mesh.sequence_parallel else 'TP'
+        return cls(f'{parallel}, recompute={config.train.recompute}', compiled, planned(config))
+
     @property
     def error(self) -> float:
         """In shares of all bytes."""
@@ -49,11 +55,7 @@ def steps() -> Iterator[Step]:
                 line['model_overlap']
                 and memory(config, capacity_bytes=available).total <= available
             ):
-                kind = (
-                    f'{"SP" if line["sequence_parallel"] == "True" else "TP"}, '
-                    f'recompute={line["recompute"]}'
-                )
-                yield Step(kind, float(line['model_overlap']), planned(config))
+                yield Step.of(config, float(line['model_overlap']))
 
 
 def config_of(line: dict[str, str]) -> Config:

@@ -128,7 +128,7 @@ def test_an_exchange_of_heads_sends_its_formula_and_a_third_of_a_ring_or_less() 
 
 
 def test_no_step_sends_more_than_megatron() -> None:
-    for row in ROWS:
+    for row in [*ROWS, *read('2026-11-30_collectives.csv')]:
         ratios = [float(ratio) for ratio in (row['model_ratio'], row['data_ratio']) if ratio]
         assert max(ratios) <= 1, row
         assert not row['more'], row
@@ -328,6 +328,13 @@ def test_the_page_has_the_plan_that_a_run_prints() -> None:
     mesh = 'mesh.data=8', 'mesh.model=8', 'train.recompute=full', 'optim.shard=none'
     *_, line = advice(load('llama3_8b', mesh), hardware('h100'))
     assert f'```\nplan       {line}\n```' in (ROOT / 'docs/monitor.md').read_text()
+
+
+def test_the_pages_have_the_error_of_overlap_over_model() -> None:
+    text = max(RESULTS.glob('*_plan_overlap.md')).read_text()
+    count, error = re.search(r'^\| all \| (\d+) .* \| ([\d.]+) points', text, re.MULTILINE).groups()
+    assert f'off by {error} points on average over {count} such steps' in PLAN
+    assert f'off by {error} percentage points on average' in ' '.join(BENCHMARKS.split())
 
 
 def test_the_page_has_the_share_of_rates_within_their_bands() -> None:

@@ -1,9 +1,12 @@
 """What overlaps, beside the schedule of compiled steps."""
 
 import csv
+from collections import defaultdict
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 from support import load_script
@@ -37,16 +40,17 @@ def read(name: str) -> list[dict[str, str]]:
         return [*csv.DictReader(file)]
 
 
-# Of layers in XLA's order; those of halves are of a form that is no more.
-LINES = [line for line in read('2026-11-22_overlap.csv') if line['xla'] == 'default']
+def newest(stem: str) -> str:
+    return max(path.name for path in RESULTS.glob(f'*_{stem}.csv'))
+
+
+LOOPS = read(newest('overlap_loops'))  # of layers in XLA's order
 IN_ORDER = [
     line
     for line in read('2026-11-25_overlap.csv')
     if line['jax'].startswith('0.10.') and line['unrolled'] == 'True'
 ]
-MEMORY = [
-    line for line in read('2026-11-29_plan_memory.csv') if 'IN_ORDER' not in line['overrides']
-]
+MEMORY = [line for line in read(newest('plan_memory')) if 'IN_ORDER' not in line['overrides']]
 
 
 def hidden(config: Config, axis: str = 'model', half_size: int = 192) -> float:
@@ -96,31 +100,31 @@ def test_the_share_is_that_of_a_compiled_step(sequence_parallel, recompute, over
     )
     config = resolved(megajax.load('gpt2_345m', [*STEP, *overrides]), on_gpu=True)
     found = megajax.inspect(config, target='h100')
-    # In a loop in XLA's order, less is hidden than the plan says since norms keep statistics.
-    is_plain = overlap == 'none'
-    assert -0.12 < share(config) - found.overlapped_share['model'] < (0.25 if is_plain else 0.12)
+    # In a loop, the plan counts the head, which is 5 points of these four layers.
+    is_loop = overlap == 'none'
+    assert -0.12 < share(config) - found.overlapped_share['model'] < (0.15 if is_loop else 0.12)
     beside_products = found.hidden_seconds['model'] / found.wire_seconds['model']
-    least = -0.1 if is_plain else -0.25  # of small products the plan counts less
-    assert least < hidden(config) - beside_products < (0.25 if is_plain else 0.1)
+    least = -0.1 if is_loop else -0.25  # of small products the plan counts less
+    assert least < hidden(config) - beside_products < 0.1
 
 
-@pytest.mark.parametrize('line', LINES, ids=lambda line: ' '.join([*line.values()][:4]))
-def test_what_is_hidden_is_that_of_the_stored_steps(line):
-    parallel = line['sequence_parallel'].lower()
-    layout = f'mesh.sequence_parallel={parallel}', 'train.overlap=none'
-    size = 'mesh.data=2', 'mesh.model=4', 'train.batch_size=8', 'train.microbatches=1'
-    fixed = 'train.dtype=bfloat16', 'model.dropout=0.0', f'train.recompute={line["recompute"]}'
-    config = megajax.load(line['preset'], [*layout, *size, *fixed])
+@pytest.mark.parametrize('line', LOOPS, ids=lambda line: line['name'])
+def test_what_is_hidden_is_that_of_the_stored_steps(line: dict[str, str]) -> None:
+    config = stored_step(line)
     if int(line['temporaries']) < FITS:
-        limit = 0.1 if line['preset'] == 'gpt2_345m' else 0.3
-        assert float(line['hidden']) == pytest.approx(hidden(config), abs=limit)
+        limit = 0.05 if 'gpt2_345m' in line['name'] else 0.13
+        assert float(line['hidden_model']) == pytest.approx(hidden(config), abs=limit)
     else:
-        assert float(line['hidden']) == 0
+        assert float(line['hidden_model']) == 0
+
+
+def stored_step(line: dict[str, str]) -> Config:
+    script = load_script('overlap')
+    return script.load(dict(script.steps())[line['name']])
 
 
 def in_order(line: dict[str, str]) -> Config:
-    script = load_script('overlap')
-    return resolved(script.load(dict(script.steps())[line['name']]), on_gpu=True)
+    return resolved(stored_step(line), on_gpu=True)
 
 
 @pytest.mark.parametrize(
@@ -262,9 +266,42 @@ def test_over_data_only_what_layers_send_in_a_pass_is_hidden() -> None:
                 assert 0 < part < 1
 
 
-@pytest.mark.slow
-def test_the_shares_of_all_stored_steps_that_fit_are_near():
-    found = [*load_script('plan_overlap').steps()]
-    assert len(found) > 400
-    assert fmean(one.error for one in found) < 0.07
-    assert sum(one.error <= 0.1 for one in found) / len(found) > 0.75
+def test_the_stored_table_is_that_of_the_newest_programs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    load_script('plan_overlap').main()
+    assert capsys.readouterr().out == max(RESULTS.glob('*_plan_overlap.md')).read_text()
+
+
+def test_what_overlaps_over_model_is_that_of_the_newest_programs_of_a_kind() -> None:
+    """XLA overlaps a transfer in some programs and not in others; the plan has their mean."""
+    by_kind = defaultdict[str, list[Any]](list)
+    for step in [*load_script('plan_overlap').steps(), *memory_steps(are_dense=True)]:
+        by_kind[step.kind.replace('selective', 'none')].append(step)
+    assert len(by_kind) == 4
+    for kind, steps in by_kind.items():
+        assert len(steps) >= 15
+        excess = fmean(step.planned for step in steps) - fmean(step.compiled for step in steps)
+        assert abs(excess) < 0.05, kind
+        assert fmean(step.error for step in steps) < (
+            0.11 if kind == 'TP, recompute=full' else 0.07
+        )
+
+
+def test_what_overlaps_over_model_is_near_with_stages_context_shards_and_images() -> None:
+    steps = [*memory_steps(are_dense=False)]
+    assert len(steps) > 40
+    assert fmean(step.error for step in steps) < 0.07
+
+
+def memory_steps(*, are_dense: bool) -> Iterator[Any]:
+    """The stored steps that fit: those on data x model shards without images, or the others."""
+    script, plan_memory = load_script('plan_overlap'), load_script('plan_memory')
+    for line in MEMORY:
+        config = plan_memory.load(line)
+        mesh = config.mesh
+        is_dense = mesh.is_one_dimensional and config.vision is None
+        fits = int(line['compiled_bytes']) < 80e9
+        if fits and mesh.model > 1 and not mesh.is_grid and is_dense == are_dense:
+            shares = dict(pair.split('=') for pair in line['overlapped'].split())
+            yield script.Step.of(config, float(shares.get('model', 0)))
