@@ -182,9 +182,8 @@ def _load_image_text(config: Config, template: Template | None) -> Data:
 
 
 def _load_text(config: Config, kept: KeptTokens | None) -> Data:
-    tokenizer, (train, validation), summary, warnings = (
-        kept.get() if kept else tokenize_once(config)
-    )
+    tokens = kept.get() if kept else tokenize_once(config)
+    tokenizer, (train, validation), summary, warnings = tokens
     for warning in warnings:
         logger.warning(warning)
     _check_tokens(train)

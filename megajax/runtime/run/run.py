@@ -133,7 +133,7 @@ def run(
     with (
         StopWatch(config.run.max_minutes) as stop,
         _started(config, name, advise) as (mesh, folder, report),
-        _leaving(folder, optimizer),
+        _leaving(folder, is_alone=jax.process_count() == 1 and optimizer is None),
     ):
         watchdog = make_watchdog(config, folder)
         with (
@@ -150,7 +150,6 @@ def run(
                 watchdog.beat('reading the corpus', 'corpus')
                 with report.waiting('reading the corpus'), logged_once():
                     data, carried = read_corpus(config, folder, start)
-                    # The watchdog names a process that does not come this far.
                     watchdog.beat('waiting for the other processes', 'corpus')
                 check_best(config, data)
                 report.say(f'data       {data.summary}')
@@ -265,13 +264,12 @@ def _what_is_saved(summary: RunSummary) -> str:
 
 
 @contextmanager
-def _leaving(folder: Path, optimizer: GradientTransformation | None) -> Iterator[None]:
+def _leaving(folder: Path, *, is_alone: bool) -> Iterator[None]:
     """Report a requested stop, and exit with the code that asks for a restart."""
     try:
         yield
     except StopRequested as request:
-        fix = how_to_resume(folder, is_alone=jax.process_count() == 1 and optimizer is None)
-        Report().say(f'stopped by {request}; to resume, {fix}')
+        Report().say(f'stopped by {request}; to resume, {how_to_resume(folder, is_alone=is_alone)}')
         raise SystemExit(StopRequested.exit_code) from request
 
 
