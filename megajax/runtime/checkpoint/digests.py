@@ -282,16 +282,16 @@ def _compare(path: Path, digest: str) -> str | None:
     try:
         if _digest(path) == digest:
             return None
-        return 'differs from what was written' if file_size(path) else 'is empty'
+        return 'differs from what was written' if _file_size(path) else 'is empty'
     except OSError as error:
         return f'{UNREADABLE}: {error.strerror}'
 
 
 def _total_size(folder: Path, names: Iterable[str]) -> int:
-    return sum(file_size(folder / name) for name in names)
+    return sum(_file_size(folder / name) for name in names)
 
 
-def file_size(path: Path) -> int:
+def _file_size(path: Path) -> int:
     """Return the bytes of a file, 0 if it does not exist."""
     try:
         return path.stat().st_size
