@@ -16,7 +16,7 @@ from megajax.analysis.plan.published.tables import TABLES
 from megajax.analysis.plan.result import Plan
 from megajax.base.render.console import as_text
 from megajax.base.render.folded import Folded
-from megajax.commands import main
+from megajax.commands import config as commands_config
 from megajax.core.config import presets
 from megajax.core.parallel.mesh import mesh_for
 
@@ -82,7 +82,7 @@ def test_names_of_presets_can_be_typed_from_any_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv('COLUMNS', '40')
-    main.list_presets()
+    commands_config.list_presets()
     lines = capsys.readouterr().out.splitlines()
     assert {*presets()} <= {line.split()[0] for line in lines}
     assert all(len(line) <= 40 and '…' not in line for line in lines)
