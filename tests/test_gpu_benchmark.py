@@ -163,7 +163,8 @@ def test_everything_runs_to_its_end(tmp_path: Path) -> None:
     for name in NAMES:
         if name.startswith('step'):
             assert found[name]['median_ms'] > 0
-            assert found[name]['loss'] == pytest.approx(6.2, abs=0.3)
+            # The first loss is near log 512 = 6.24; six steps on one sequence learn some of it.
+            assert 5.5 < found[name]['loss'] < 6.3
     assert found['deterministic']['two starts are equal']
     assert found['deterministic']['a resume is equal']
     for line in found['repeated'].values():
