@@ -149,6 +149,11 @@ class Checkpoints:
         log_schedule(there, here, taken=int(state.guard.taken + 0))
         return state
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is in progress, or has ended and was not cleaned up by `poll` yet."""
+        return self._saving is not None
+
     def poll(self, step: int, on_end: Callable[[], object] = lambda: None) -> int | None:
         """Return the step since which a save is due, or None; all processes call this at each step.
 
@@ -156,13 +161,12 @@ class Checkpoints:
         save failed, and stays due until it begins. If the save in progress has ended, calls
         `on_end`, and then cleans up after a failed save and logs it.
         """
-        saving, late = self._saving is not None, self._due.is_late
-        running = saving and self._manager.is_saving_in_progress()
-        if saving or self.config.checkpoint.minutes:
+        late, running = self._due.is_late, self.is_saving and self._manager.is_saving_in_progress()
+        if self.is_saving or self.config.checkpoint.minutes:
             answers = from_all(running, late)
             running = bool(answers[:, 0].any())
             late = bool(answers[0, 1])  # the clock of the first process counts
-        if saving and not running:
+        if self.is_saving and not running:
             on_end()
             self._settle()
         return self._due.reach(step, is_late=late and not running)

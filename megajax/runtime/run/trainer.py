@@ -172,15 +172,15 @@ class Trainer:
     def _take_step(self, *, go_ahead: bool) -> dict[str, float]:
         """Take one step, timed from its batch to its metrics, and return its metrics so far.
 
-        The next step is dispatched before the metrics of this step are read, so that the devices do
-        not wait for the host, unless something may need the state between the two steps.
+        The next step is dispatched first, to keep the devices busy, unless the state may be needed.
         """
         if self._failure is not None:
             raise self._failure
         current, self._ahead = self._ahead or self._dispatch(self.step + 1), None
         self._begin_step(current.step)  # where processes ask each other, they wait for its end
         on_end = partial(self._begin, 'checkpoint', 'saving', 'checkpoint')
-        self._due = self.checkpoints.poll(current.step, on_end)
+        with noting_end(current.metrics if self.checkpoints.is_saving else None) as ends:
+            self._due = self.checkpoints.poll(current.step, on_end)
         if go_ahead and self._may_go_ahead(current.step):
             try:
                 self._ahead = self._dispatch(current.step + 1, current.metrics)
@@ -188,7 +188,7 @@ class Trainer:
                 self._failure = error
         self._begin_step(current.step)
         values = current.values()
-        end = self.clock.begin('other')
+        end = min([self.clock.begin('other'), *ends])
         self.profiler.end(current.step)
         if not values['finite']:
             self._check_read()

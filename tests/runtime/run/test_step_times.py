@@ -205,6 +205,8 @@ def test_the_end_of_a_save_is_no_part_of_a_step_and_has_the_limit_of_a_checkpoin
     assert len(kinds) == len(lines)
     assert seconds(tmp_path)['checkpoint'] > ending * len(lines)
     assert seconds(tmp_path)['productive'] < ending * len(lines)
+    later = [line['step_ms'] for step, line in lines.items() if step > 1]
+    assert min(later) < 1e3 * ending
 
 
 def test_writing_the_trace_is_no_part_of_a_step(
