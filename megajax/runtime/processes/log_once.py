@@ -9,9 +9,14 @@ import jax
 
 from megajax.runtime.processes.consensus import from_first
 
-# The loggers of what a process learns about its own host while it works. Their lines may say why it
-# never comes to the end of a block.
-OF_HOST = 'megajax.base.files', 'megajax.runtime.data.sources'
+# The loggers of what a process learns about its own host, or about the other processes, while it
+# works. Their lines may say why it never comes to the end of a block.
+OF_HOST = (
+    'megajax.base.files',
+    'megajax.runtime.data.sources',
+    'megajax.runtime.data.text_tokens',
+    'megajax.runtime.processes',
+)
 
 
 @contextmanager

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 import jax
 import pytest
 
-from megajax.runtime.processes import log_once
-from megajax.runtime.processes.log_once import OF_HOST, logged_once
+from megajax.runtime.data import text_tokens
+from megajax.runtime.processes import log_once, peers
+from megajax.runtime.processes.log_once import logged_once
 
 logger = logging.getLogger('megajax.of_a_run')
 
@@ -72,7 +73,9 @@ def test_a_block_that_fails_loses_no_warning(runs, caplog: pytest.LogCaptureFixt
         ('megajax.of_a_run', logging.WARNING, True),
         ('megajax.of_a_run', logging.ERROR, False),
         ('megajax.of_a_run', logging.INFO, False),
-        (f'{OF_HOST[1]}.remote_file', logging.WARNING, False),
+        ('megajax.runtime.data.sources.remote_file', logging.WARNING, False),
+        (text_tokens.logger.name, logging.WARNING, False),
+        (peers.logger.name, logging.WARNING, False),
     ],
 )
 def test_what_may_say_why_a_process_hangs_is_logged_at_once(
