@@ -304,6 +304,9 @@ def _completed(record: Any) -> Any:
         other, sources = _known(name), own.get('sources', {})
         shared = other.model_dump(include=SHARED - own.keys(), exclude_none=True)
         if own.keys().isdisjoint({'capability', 'compiler'}):
+            if own.get('die', other.die) != other.die:
+                message = f'missing, and {name} has a different die; add it, for example [10, 0]'
+                raise ConfigError(f'capability: {message}')
             shared['capability'] = other.compute_capability
         if isinstance(sources, dict):
             if missing := own.keys() & other.sources.keys() - sources.keys():

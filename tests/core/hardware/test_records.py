@@ -109,6 +109,7 @@ def test_no_record_is_like_a_record_that_is_like_another(name):
     ('text', 'message'),
     [
         ('like: h10', 'mine.yaml: like: h10: choose among a100, '),
+        ('like: h100\ndie: blackwell', 'capability: missing, and h100 has a different die; add it'),
         (
             'like: h100\nname: x\nmemory: 1\npower: 1\nsources: {memory: mine}',
             'mine.yaml: sources: power: missing; add the source of each figure',
