@@ -13,6 +13,7 @@ import pytest
 from support import exhaustive, load_script, slow
 from typer.testing import CliRunner
 
+from megajax.analysis.plan import overlap as plan_overlap
 from megajax.analysis.plan.advice import advice
 from megajax.analysis.plan.planning import plan
 from megajax.analysis.plan.published.tables import OF_2026
@@ -333,8 +334,30 @@ def test_the_page_has_the_plan_that_a_run_prints() -> None:
 def test_the_pages_have_the_error_of_overlap_over_model() -> None:
     text = max(RESULTS.glob('*_plan_overlap.md')).read_text()
     count, error = re.search(r'^\| all \| (\d+) .* \| ([\d.]+) points', text, re.MULTILINE).groups()
+    held, of_held = re.search(r'^(\d+) held-out .* by ([\d.]+) points', text, re.MULTILINE).groups()
+    results, docstring = (' '.join(one.split()) for one in (BENCHMARKS, plan_overlap.__doc__))
     assert f'off by {error} points on average over {count} such steps' in PLAN
-    assert f'off by {error} percentage points on average' in ' '.join(BENCHMARKS.split())
+    assert f'off by {error} percentage points on average. The predictions' in results
+    assert f'means of the {count} steps' in results
+    assert f'means of {count} compiled steps' in docstring
+    assert f'off by {error} points on average, and within' in docstring
+    for page in (PLAN, results, docstring):
+        assert re.search(rf'In {held} held-out steps .* by {of_held} points on average', page)
+
+
+def test_the_pages_name_the_step_of_which_the_plan_of_overlap_is_farthest_off() -> None:
+    script = load_script('plan_overlap')
+    worst = max(script.steps(), key=lambda step: step.error)
+    assert worst.kind == 'TP, recompute=none'
+    lines = read(max(RESULTS.glob('*_collectives.csv')).name)
+    (line,) = [one for one in lines if one['model_overlap'] == f'{worst.compiled:.4f}']
+    assert (line['preset'], line['data'], line['model']) == ('llama3_8b', '8', '8')
+    assert f'by {100 * worst.error:.0f} at worst (Llama 3 8B, 8x8, without' in PLAN
+    found = f'predicted {worst.planned:.0%}, compiled {worst.compiled:.0%}'
+    for page in (PLAN, ' '.join(BENCHMARKS.split())):
+        assert found in page
+    said = f'overlaps {worst.compiled:.0%}, and the plan says {worst.planned:.0%}'
+    assert said in ' '.join(plan_overlap.__doc__.split())
 
 
 def test_the_page_has_the_share_of_rates_within_their_bands() -> None:

@@ -2,7 +2,6 @@
 
 import csv
 from collections import defaultdict
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
@@ -276,7 +275,8 @@ def test_the_stored_table_is_that_of_the_newest_programs(
 def test_what_overlaps_over_model_is_that_of_the_newest_programs_of_a_kind() -> None:
     """XLA overlaps a transfer in some programs and not in others; the plan has their mean."""
     by_kind = defaultdict[str, list[Any]](list)
-    for step in [*load_script('plan_overlap').steps(), *memory_steps(are_dense=True)]:
+    script = load_script('plan_overlap')
+    for step in [*script.steps(), *script.memory_steps(are_dense=True)]:
         by_kind[step.kind.replace('selective', 'none')].append(step)
     assert len(by_kind) == 4
     for kind, steps in by_kind.items():
@@ -289,19 +289,6 @@ def test_what_overlaps_over_model_is_that_of_the_newest_programs_of_a_kind() -> 
 
 
 def test_what_overlaps_over_model_is_near_with_stages_context_shards_and_images() -> None:
-    steps = [*memory_steps(are_dense=False)]
+    steps = [*load_script('plan_overlap').memory_steps(are_dense=False)]
     assert len(steps) > 40
     assert fmean(step.error for step in steps) < 0.07
-
-
-def memory_steps(*, are_dense: bool) -> Iterator[Any]:
-    """The stored steps that fit: those on data x model shards without images, or the others."""
-    script, plan_memory = load_script('plan_overlap'), load_script('plan_memory')
-    for line in MEMORY:
-        config = plan_memory.load(line)
-        mesh = config.mesh
-        is_dense = mesh.is_one_dimensional and config.vision is None
-        fits = int(line['compiled_bytes']) < 80e9
-        if fits and mesh.model > 1 and not mesh.is_grid and is_dense == are_dense:
-            shares = dict(pair.split('=') for pair in line['overlapped'].split())
-            yield script.Step.of(config, float(shares.get('model', 0)))
