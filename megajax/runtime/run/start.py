@@ -93,12 +93,13 @@ def origin_of(start: Path) -> dict[str, str]:
 def _sound_in_all(wanted: Path) -> Iterator[Path]:
     """Enter `sound_checkpoint` in the first process and yield its result in all of them.
 
-    Each candidate is verified by all processes. Raises ConfigError in a process that does not find
+    Each candidate is verified by all processes. Raises ConfigError in a process that cannot open
     the first process's candidate.
     """
 
     def verified(candidate: Path) -> list[str]:
-        text_from_first(candidate.absolute().name)
+        # A candidate may be next to `wanted`: RUN/checkpoints/STEP for RUN/STEP.
+        text_from_first(str(candidate.relative_to(wanted.parent)))
         return shared_problems(candidate)
 
     sound, error = None, None
@@ -114,7 +115,7 @@ def _sound_in_all(wanted: Path) -> Iterator[Path]:
             text_from_first('')
         else:
             while name := text_from_first(''):
-                candidate = _named(wanted, name)
+                candidate = _opened(wanted.parent / name)
                 sound = None if shared_problems(candidate) else candidate.absolute()
         if from_first(sound is None)[0] or sound is None:
             raise error or CheckpointError(
@@ -123,16 +124,20 @@ def _sound_in_all(wanted: Path) -> Iterator[Path]:
         yield sound
 
 
-def _named(wanted: Path, name: str) -> Path:
-    """Return the candidate with this name; raises ConfigError if there is none."""
-    for candidate in candidates_of_start(wanted):
-        if candidate.absolute().name == name:
-            return candidate
-    raise mistake(
-        START_FROM,
-        f'{wanted}: process {jax.process_index()} on {socket.gethostname()} does not find the '
-        f'checkpoint {name}; use a path on a file system that all hosts share',
-    )
+def _opened(candidate: Path) -> Path:
+    """Return the first process's candidate; raises ConfigError if this process cannot open it.
+
+    The folder of a live run is not listed: a host may list it without the newest checkpoint.
+    """
+    try:
+        candidate.stat()
+    except OSError as error:
+        message = (
+            f'{candidate}: process {jax.process_index()} on {socket.gethostname()} cannot open '
+            f'this checkpoint: {error.strerror}; use a path on a file system that all hosts share'
+        )
+        raise mistake(START_FROM, message) from None
+    return candidate
 
 
 def _check_same_model(
