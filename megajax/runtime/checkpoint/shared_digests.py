@@ -2,6 +2,7 @@
 
 import json
 import socket
+from collections.abc import Collection
 from itertools import islice
 from pathlib import Path
 
@@ -20,14 +21,15 @@ from megajax.runtime.processes.consensus import text_from_first, texts_from_all
 
 
 class UnreadableError(CheckpointError):
-    """A file that the first process finds, but that one of several processes cannot read."""
+    """A file that one of several processes cannot read, but that another one can."""
 
 
 def shared_problems(folder: Path) -> list[str]:
     """Return the faults of a step as `problems` does; all processes share the hashing.
 
-    All processes must call it, with their paths to the same folder. Raises UnreadableError in all
-    of them if one cannot read a file: the fault may be its host's, and the step sound.
+    All processes must call it, with their paths to the same folder. A file that a process cannot
+    read is a fault if neither the first nor the last process can read it. If one of them can, all
+    processes raise UnreadableError: the fault may be a host's, and the step sound.
     """
     if jax.process_count() == 1:
         return problems(folder)
@@ -35,19 +37,40 @@ def shared_problems(folder: Path) -> list[str]:
     faults = json.loads(text_from_first(json.dumps(faults)))
     if faults and not faults[0].startswith(f'{SUMS} {UNREADABLE}'):
         return faults
-    faults = []
     mine = _faults_of_share(folder)
     texts = texts_from_all(json.dumps([socket.gethostname(), mine]) if mine else '')
+    found: dict[str, str] = {}
+    unread: dict[str, tuple[int, str]] = {}  # the process that cannot read a file, and its host
     for index, text in enumerate(texts):
-        host, found = json.loads(text) if text else ('', {})
-        for name, fault in sorted(found.items()):
-            if fault.startswith(UNREADABLE):
-                raise UnreadableError(
-                    f'{folder / name} {fault} (process {index} on {host}); make it readable there, '
-                    f'or move {folder} away to do without this checkpoint'
-                )
-            faults.append(f'{name} {fault}')
-    return sorted(faults)
+        host, theirs = json.loads(text) if text else ('', {})
+        for name in sorted(theirs.keys() - found.keys()):
+            found[name] = theirs[name]
+            if theirs[name].startswith(UNREADABLE):
+                unread[name] = index, host
+    if name := _read_elsewhere(folder, unread):
+        index, host = unread[name]
+        raise UnreadableError(
+            f'{folder / name} {found[name]} (process {index} on {host}), but another process can '
+            f'read it; mount the file system on {host} again, or make the file readable there; '
+            f'only if neither helps, move {folder} away to do without this checkpoint'
+        )
+    return [f'{name} {found[name]}' for name in sorted(found)]
+
+
+def _read_elsewhere(folder: Path, names: Collection[str]) -> str:
+    """Return one of the files that the first or the last process can read, or '' if there is none.
+
+    These two are on different hosts if the run has several. They stop at the first file that they
+    can read: if a host has lost its file system, the others can read all files.
+    """
+    if not names:
+        return ''
+    mine = ''
+    if jax.process_index() in (0, jax.process_count() - 1):
+        # No file has an empty digest, so each file has a fault.
+        faults = ((name, changed_files(folder, {name: ''})[name]) for name in names)
+        mine = next((name for name, fault in faults if not fault.startswith(UNREADABLE)), '')
+    return next(filter(None, texts_from_all(mine)), '')
 
 
 def _faults_of_share(folder: Path) -> dict[str, str]:

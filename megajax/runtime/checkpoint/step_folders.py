@@ -82,8 +82,8 @@ class StepFolders:
     def refuses(self, step: int) -> bool:
         """Whether a step's digests do not match, which is logged.
 
-        The result is the same in all processes. Raises CheckpointError if one of several processes
-        cannot read a file.
+        The result is the same in all processes. Raises CheckpointError if a file can be read
+        by one of several processes and not by another.
         """
         path = self.folder / str(step)
         faults = shared_problems(path)

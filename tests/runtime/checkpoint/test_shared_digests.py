@@ -1,5 +1,5 @@
 """Two real processes verify a checkpoint together: each file is hashed once, and both learn of a
-fault in any file. A file that one of them cannot read is no fault.
+fault in any file. A file that only one of them cannot read is no fault.
 """
 
 import re
@@ -37,6 +37,9 @@ def digest(path, own=digests._digest):
     hashed.append(path.name)
     return own(path)
 
+def fail(path):
+    raise FileNotFoundError(2, 'No such file or directory')
+
 def flip(name):
     if name and jax.process_index() == 0:
         path = Path(folder, '7', name)
@@ -68,16 +71,20 @@ with processes():
         sums.rename(aside)
         sums.mkdir()
     from_first(0)
-    told(StepFolders.find_newest)
+    folders = StepFolders(Path(folder))
+    print('lost', folders.refuses(7), folders.is_junk(7))
     from_first(0)
     if jax.process_index() == 0:
         sums.rmdir()
         aside.rename(sums)
     from_first(0)
-    if jax.process_index() == 1:
-        digests._digest = lambda path: Path('/no such file').open()
-    told(StepFolders.find_newest)
-    told(lambda folders: folders.refuses(7))
+    for unreadable in range(2):
+        digests._digest = digest if jax.process_index() != unreadable else fail
+        told(StepFolders.find_newest)
+        told(lambda folders: folders.refuses(7))
+    digests._digest = fail
+    folders = StepFolders(Path(folder))
+    print('lost', folders.refuses(7), folders.is_junk(7))
 """
 
 
@@ -100,9 +107,15 @@ def test_a_fault_in_any_file_is_known_to_both_processes_and_each_file_is_hashed_
     assert sorted(first + second) == sorted(Path(name).name for name in FILES)
     assert len(first) == len(second) + 1
     said = re.findall(r'is rejected: (.*)$', outputs[0], re.MULTILINE)
-    assert said == [f'{name} differs from what was written' for name in FILES]
+    assert said[: len(FILES)] == [f'{name} differs from what was written' for name in FILES]
+    lost = said[len(FILES) :]
+    assert lost[0].startswith('SHA256SUMS cannot be read: ')
+    assert lost[1].startswith('record.json cannot be read: ')
+    assert len(lost) == 2
     for output in outputs:
+        assert re.findall(r'^lost (.*)$', output, re.MULTILINE) == ['True True'] * 2, output
         told = re.findall(rf'^unreadable {tmp_path}/7/(.*)$', output, re.MULTILINE)
-        assert len(told) == 3
-        assert 'SHA256SUMS cannot be read: ' in told[0]
-        assert 'cannot be read: No such file or directory (process 1 on ' in told[1]
+        assert len(told) == 4
+        for index, message in enumerate(told):
+            where = rf'cannot be read: .* \(process {index // 2} on (\S+)\), .*; mount .* on \1 '
+            assert re.search(where, message), message
