@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -310,6 +311,9 @@ with processes():
 """
 
 
+@pytest.mark.skipif(
+    not version('jax').startswith('0.10.'), reason='gloo in jax 0.12 waits longer than 40 s'
+)
 def test_where_a_process_comes_too_late_for_a_collective_all_leave_with_75():
     with Run(LATE) as run:
         assert set(run.codes(timeout=200).values()) == {75}
