@@ -1,13 +1,13 @@
 """Log a line that is equal in all processes of a run once, not hundreds of times."""
 
+import json
 import logging
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import jax
 
-from megajax.runtime.processes.consensus import from_first
+from megajax.runtime.processes.consensus import text_from_first
 
 # The loggers of what a process learns about its own host, or about the other processes, while it
 # works. Their lines may say why it never comes to the end of a block.
@@ -30,16 +30,17 @@ def logged_once() -> Iterator[None]:
     if jax.process_count() == 1:
         yield
         return
-    logger, of_first = logging.getLogger('megajax'), set[int]()
+    logger, of_first = logging.getLogger('megajax'), set[str]()
     warnings = _Warnings(logger, held=jax.process_index() > 0)
     logger.handlers, logger.propagate = [warnings], False
     try:
         yield
-        of_first = _of_first([_hash(record) for record in warnings.records])
+        messages = [record.getMessage() for record in warnings.records]
+        of_first = {*json.loads(text_from_first(json.dumps(messages)))}
     finally:
         logger.handlers, logger.propagate = warnings.after.handlers, warnings.after.propagate
         for record in warnings.records if warnings.held else []:
-            if _hash(record) not in of_first:
+            if record.getMessage() not in of_first:
                 logger.handle(record)
 
 
@@ -59,12 +60,3 @@ class _Warnings(logging.Handler):
             if self.held:
                 return
         self.after.handle(record)
-
-
-def _of_first(hashes: list[int]) -> set[int]:
-    (count,) = from_first(len(hashes))
-    return {*from_first(*(hashes + [0] * count)[:count])} if count else set()
-
-
-def _hash(record: logging.LogRecord) -> int:
-    return zlib.crc32(record.getMessage().encode()) >> 1  # `from_first` sends int32

@@ -17,24 +17,18 @@ logger = logging.getLogger('megajax.of_a_run')
 def runs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[object]:
     """Runs a block as one process of three; the first one sends what the others compare with."""
     caplog.set_level('INFO', 'megajax')
-    sent, received = list[list[int]](), list[list[int]]()
+    sent = list[str]()
 
     def run(process: int, *warnings: str, then: Exception | None = None) -> list[str]:
-        def from_first(*values: int) -> list[int]:
+        def text_from_first(text: str) -> str:
             if process == 0:
-                sent.append([*values])
-                return [*values]
-            received.append(sent[len(received)])
-            assert len(values) == len(received[-1])  # a collective's operands have one shape
-            return received[-1]
+                sent.append(text)
+            return sent[-1]
 
-        if process == 0:
-            sent.clear()
-        received.clear()
         caplog.clear()
         monkeypatch.setattr(jax, 'process_count', lambda: 3)
         monkeypatch.setattr(jax, 'process_index', lambda: process)
-        monkeypatch.setattr(log_once, 'from_first', from_first)
+        monkeypatch.setattr(log_once, 'text_from_first', text_from_first)
         with logged_once():
             for warning in warnings:
                 logger.warning('%s', warning)
@@ -88,7 +82,7 @@ def test_what_may_say_why_a_process_hangs_is_logged_at_once(
     caplog.set_level('INFO', 'megajax')
     monkeypatch.setattr(jax, 'process_count', lambda: 2)
     monkeypatch.setattr(jax, 'process_index', lambda: 1)
-    monkeypatch.setattr(log_once, 'from_first', lambda *values: [0])
+    monkeypatch.setattr(log_once, 'text_from_first', lambda text: '[]')
     with logged_once():
         logging.getLogger(name).log(level, 'a line')
         assert caplog.messages == ([] if is_held else ['a line'])
