@@ -239,7 +239,10 @@ def in_two_processes(program: str, *arguments: str) -> list[str]:
         'MEGAJAX_COORDINATOR': f'127.0.0.1:{port}',
         'MEGAJAX_PROCESSES': '2',
         'JAX_PLATFORMS': 'cpu',
+        'JAX_NUM_CPU_DEVICES': '1',
+        'PYTHONPATH': os.pathsep.join(sys.path),
     }
+    environment.pop('XLA_FLAGS', None)
     started = [
         subprocess.Popen(
             [sys.executable, '-c', program, *arguments],

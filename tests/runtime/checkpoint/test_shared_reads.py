@@ -1,16 +1,13 @@
 """Replicas that share the read of an array get the bits that each would have read alone."""
 
-import os
 import re
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 from checkpoints import LAYOUTS, STAGED, equal, laid_out, make_state, staged, tiny
+from runs import in_two_processes
 from support import abstract_state, more, on_mesh
 
 from megajax.core.config import Config
@@ -124,27 +121,7 @@ with processes(), jax.set_mesh(make_mesh(2, 1)):
 
 @pytest.mark.faults
 def test_two_processes_read_half_of_the_arrays_each(tmp_path: Path) -> None:
-    with socket.create_server(('127.0.0.1', 0)) as server:
-        port = server.getsockname()[1]
-    environment = os.environ | {
-        'MEGAJAX_COORDINATOR': f'127.0.0.1:{port}',
-        'MEGAJAX_PROCESSES': '2',
-        'JAX_PLATFORMS': 'cpu',
-        'JAX_NUM_CPU_DEVICES': '1',
-        'PYTHONPATH': os.pathsep.join(sys.path),
-    }
-    environment.pop('XLA_FLAGS', None)
-    started = [
-        subprocess.Popen(
-            [sys.executable, '-c', PROGRAM, str(tmp_path)],
-            env=environment | {'MEGAJAX_PROCESS': str(index)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    outputs = [process.communicate(timeout=120)[0] for process in started]
+    outputs = in_two_processes(PROGRAM, str(tmp_path))
     for output in outputs:
         (share,) = re.findall(r'^share (.*)$', output, re.MULTILINE) or [output]
         assert 0.4 < float(share) < 0.6
