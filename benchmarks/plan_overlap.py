@@ -118,7 +118,7 @@ def main() -> None:
     )
     for kind, found in sorted(by_kind.items(), key=lambda item: (item[0] == 'all', item[0])):
         shares = ' | '.join(
-            f'{100 * fmean(values):.0f} %'
+            f'{fmean(values):.0%}'
             for values in ([one.compiled for one in found], [one.planned for one in found])
         )
         near = sum(one.error <= 0.1 for one in found) / len(found)
