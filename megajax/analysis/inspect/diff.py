@@ -2,14 +2,14 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ruamel.yaml import YAML
 
 from megajax.analysis.inspect.kernels import total, totals
 from megajax.analysis.inspect.peak_groups import by_file, grouped, total_bytes
-from megajax.analysis.inspect.result import Finding, Inspection, Row, Transfer
+from megajax.analysis.inspect.result import Finding, Inspection, Row, StepRun, Transfer
 
 LEAST = 1e-3  # share of a step: parts that change by less are omitted
 LARGE = 10  # a ratio that is easier to read than a percentage
@@ -61,6 +61,9 @@ class Difference(NamedTuple):
     at the peak, by use. `parts` and `arrays` list only what differs by more than LEAST of the
     total. Arrays and findings are matched by file, not by line, because lines move. The numbers of
     a known miscompile, of repeated matmuls and of an exceeded limit can also differ.
+
+    `new` and `gone` also have an error for each row that sends more than Megatron, and for each
+    execution with a wrong result. `not_compared` names the executions that only one side has.
     """
 
     keys: list[tuple[str, str, str]]  # keys of the config, with both values
@@ -72,10 +75,15 @@ class Difference(NamedTuple):
     arrays: list[Change]
     new: list[Finding]
     gone: list[Finding]
+    not_compared: list[str]
 
 
 def difference(before: Inspection, after: Inspection) -> Difference:
     """Compare two inspections."""
+    old, new = ([*each.findings, *_more_than_megatron(each)] for each in (before, after))
+    before_runs, after_runs = ({run.mode: run for run in each.runs} for each in (before, after))
+    old += _wrong(before_runs[mode] for mode in before_runs if mode in after_runs)
+    new += _wrong(after_runs.values())
     return Difference(
         keys=[
             *_differing(_of_program(before), _of_program(after)),
@@ -90,9 +98,26 @@ def difference(before: Inspection, after: Inspection) -> Difference:
         parts=_large([*_changes(before, after, _parts)]),
         memory=[*_changes(before, after, _memory)],
         arrays=_large([*_changes(before, after, _arrays)]),
-        new=[*_only_in(after.findings, before.findings)],
-        gone=[*_only_in(before.findings, after.findings)],
+        new=[*_only_in(new, old)],
+        gone=[*_only_in(old, new)],
+        not_compared=[
+            f'results not compared: only one of the two steps was executed {mode}'
+            for mode in sorted(before_runs.keys() ^ after_runs.keys())
+        ],
     )
+
+
+def _more_than_megatron(inspection: Inspection) -> Iterator[Finding]:
+    for row in inspection.rows:
+        if row.verdict == 'MORE':
+            place = f'{row.site} {row.phase} over {row.axis or "-"}'
+            yield Finding(level='error', rule='MORE than Megatron', message=place)
+
+
+def _wrong(runs: Iterable[StepRun]) -> Iterator[Finding]:
+    for run in runs:
+        if not run.ok:
+            yield Finding(level='error', rule='wrong results', message=f'executed {run.mode}')
 
 
 def _only_in(own: Sequence[Finding], others: Sequence[Finding]) -> Iterator[Finding]:

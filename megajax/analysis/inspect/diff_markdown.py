@@ -57,6 +57,7 @@ def _blocks(found: Difference) -> Iterator[str]:
     ]
     if findings:
         yield '\n'.join(findings)
+    yield from found.not_compared
     yield from _details(found)
 
 

@@ -62,3 +62,4 @@ def _lines(found: Difference) -> Iterator[str]:
             yield f'{words} {finding.level}: {finding.rule}: {finding.message}'
     if not (found.keys or found.parts or found.arrays or found.new or found.gone):
         yield 'no differences'
+    yield from found.not_compared

@@ -241,6 +241,11 @@ class StepRun(Result):
         """Whether every result is within its limit."""
         return all(result.ok for result in self.results)
 
+    @property
+    def mode(self) -> str:
+        """The types that were executed, in words."""
+        return 'with fp32 instead of 16-bit types' if self.exact else 'as compiled'
+
 
 class Inspection(Result):
     """The collectives, schedule, memory and lint of one compiled training step."""

@@ -29,14 +29,13 @@ def run_lines(runs: Sequence[StepRun]) -> list[Text]:
 
 
 def _run(run: StepRun) -> Iterator[Text]:
-    kind = 'with fp32 instead of 16-bit types' if run.exact else 'as compiled'
     wrong = sum(not result.ok for result in run.results)
     verdict = (
         f'{wrong} of {len(run.results)} results are WRONG'
         if wrong
         else f'all {len(run.results)} results agree'
     )
-    head = f'executed on simulated CPU devices, {kind}, and compared with one device: {verdict}'
+    head = f'executed on simulated CPU devices, {run.mode}, and compared with one device: {verdict}'
     yield Text(f'{head} ({run.seconds:.0f} s)', style='bold red' if wrong else 'green')
     yield from map(_line, run.results[:SHOWN])
     yield from (Text(f'  {each.name}: {each.note}') for each in run.results if each.note)

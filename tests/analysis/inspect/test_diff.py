@@ -15,8 +15,10 @@ from megajax.analysis.inspect.budget import Budget, over_budget
 from megajax.analysis.inspect.compile import compile_for
 from megajax.analysis.inspect.diff import Change, difference
 from megajax.analysis.inspect.diff_markdown import MOST, to_markdown
+from megajax.analysis.inspect.diff_report import to_tables
 from megajax.analysis.inspect.products import products_run_twice
 from megajax.analysis.inspect.result import Compared, Finding, Kernel, Products, StepRun
+from megajax.base.render.console import as_text
 from megajax.commands.main import app
 from megajax.xla.hlo.program import Program
 from megajax.xla.miscompiles import Sighting
@@ -173,14 +175,58 @@ def test_markdown_lists_the_collectives_that_differ_the_largest_change_first(one
     assert re.search(r'\| attention \| forward \| model \| .* \| - \| .* \| gone \|', gone)
 
 
-def test_markdown_marks_a_changed_row_that_sends_more_than_megatron(two) -> None:
+def test_a_row_that_sends_more_than_megatron_is_an_error_and_marked_in_markdown(two) -> None:
     row, *rest = two.rows
     twice = [x.model_copy(update={'times': 2 * x.times}) for x in row.placed]
     update = {'verdict': 'MORE', 'placed': twice, 'wire_bytes': 2 * row.wire_bytes}
     worse = two.model_copy(update={'rows': [row.model_copy(update=update), *rest]})
-    text = to_markdown(difference(two, worse))
+    found = difference(two, worse)
+    text = to_markdown(found)
     assert f'| {row.site} | {row.phase} | {row.axis} |' in text
     assert '| 2.000, MORE than Megatron |' in text
+    place = f'{row.site} {row.phase} over {row.axis}'
+    error = Finding(level='error', rule='MORE than Megatron', message=place)
+    assert found.new == difference(worse, two).gone == [error]
+    assert not difference(worse, worse).new
+
+
+def executed(*errors: float) -> list[StepRun]:
+    modes = zip(errors, (False, True), strict=False)
+    return [
+        StepRun(
+            config='',
+            shrunk=[],
+            exact=exact,
+            seconds=1.0,
+            results=[Compared(name='loss', error=error, limit=0.1)],
+        )
+        for error, exact in modes
+    ]
+
+
+@pytest.mark.parametrize(
+    ('before', 'after', 'new', 'gone', 'not_compared'),
+    [
+        ((0.0, 0.0), (0.0, 0.2), 1, 0, 0),
+        ((0.2, 0.0), (0.3, 0.0), 0, 0, 0),
+        ((0.2, 0.2), (0.0, 0.0), 0, 2, 0),
+        ((), (0.2, 0.0), 1, 0, 2),
+        ((0.2, 0.2), (), 0, 0, 2),
+        ((0.0, 0.2), (0.0,), 0, 0, 1),
+    ],
+)
+def test_a_wrong_result_of_an_execution_is_an_error_that_only_an_execution_resolves(
+    one, before, after, new, gone, not_compared
+) -> None:
+    sides = (one.model_copy(update={'runs': executed(*errors)}) for errors in (before, after))
+    found = difference(*sides)
+    assert {finding.rule for finding in (*found.new, *found.gone)} <= {'wrong results'}
+    assert [len(found.new), len(found.gone)] == [new, gone]
+    assert len(found.not_compared) == not_compared
+    told = as_text(to_tables(found), width=200)
+    for line in found.not_compared:
+        assert line in told
+        assert line in to_markdown(found)
 
 
 def test_memory_is_compared_by_use_and_the_arrays_that_differ_by_file(one, two) -> None:
@@ -225,7 +271,8 @@ def test_the_command_reads_files_and_exits_with_1_where_an_error_is_new(
 ) -> None:
     error = Finding(level='error', rule='r', message='m')
     worse = two.model_copy(update={'findings': [error]})
-    for name, inspection in {'one': one, 'two': two, 'worse': worse}.items():
+    wrong = two.model_copy(update={'runs': executed(1.0)})
+    for name, inspection in {'one': one, 'two': two, 'worse': worse, 'wrong': wrong}.items():
         (tmp_path / f'{name}.json').write_text(inspection.model_dump_json())
     done = CliRunner().invoke(app, [*DIFF, f'{tmp_path}/one.json', f'{tmp_path}/two.json'])
     assert (done.exit_code, done.stderr) == (0, '')
@@ -236,6 +283,9 @@ def test_the_command_reads_files_and_exits_with_1_where_an_error_is_new(
     as_option = CliRunner().invoke(app, ['inspect', '--diff', *files, '--markdown'])
     assert (as_option.exit_code, as_option.stdout) == (1, worse_than_two.stdout)
     assert '- new error: r: m' in worse_than_two.stdout
+    done = CliRunner().invoke(app, [*DIFF, f'{tmp_path}/two.json', f'{tmp_path}/wrong.json'])
+    assert done.exit_code == 1
+    assert 'new error: wrong results: executed as compiled' in done.stdout
 
 
 def test_a_file_of_schema_version_1_is_read_as_one_of_today(two) -> None:
