@@ -27,6 +27,21 @@ _IRRELEVANT = (
     '--xla_gpu_kernel_cache_file',
     '--xla_gpu_enable_llvm_module_compilation_parallelism',
 )
+# Options of jax that change a program, with jax's defaults.
+_OPTIONS: dict[str, Any] = {
+    'jax_compiler_enable_remat_pass': True,
+    'jax_default_matmul_precision': None,
+    'jax_default_prng_impl': 'threefry2x32',
+    'jax_enable_x64': False,
+    'jax_exec_time_optimization_effort': 0.0,
+    'jax_memory_fitting_effort': 0.0,
+    'jax_memory_fitting_level': 'O2',
+    'jax_optimization_level': 'UNKNOWN',
+    'jax_ragged_dot_use_ragged_dot_instruction': True,
+    'jax_threefry_partitionable': True,
+    'jax_use_shardy_partitioner': True,
+    'jax_use_simplified_jaxpr_constants': False,
+}
 _FIELDS = {'is_faulty', 'workaround', 'why'}
 Identity = dict[str, Any]
 
@@ -47,6 +62,7 @@ def compiler(target: str, *, with_times: bool = True) -> Identity:
     """
     flags = os.environ.get('XLA_FLAGS', '').split()
     on_gpu = target != 'cpu'
+    options = _changed_options()
     return {
         'jax': importlib.metadata.version('jax'),
         'jaxlib': importlib.metadata.version('jaxlib'),
@@ -54,6 +70,17 @@ def compiler(target: str, *, with_times: bool = True) -> Identity:
         'target': repr(hardware(target).compiler) if on_gpu else 'cpu',
         'is_optimized': not jax.config.read('jax_disable_most_optimizations'),
         'XLA_FLAGS': sorted(flag for flag in flags if not flag.startswith(_IRRELEVANT)),
+        **({'options': options} if options else {}),  # stored fuzz cases have no empty ones
+    }
+
+
+def _changed_options() -> dict[str, str]:
+    """Return the options of jax that change a program and do not have their default values."""
+    values = jax.config.values
+    return {
+        name: str(values[name])
+        for name, default in _OPTIONS.items()
+        if name in values and values[name] != default
     }
 
 

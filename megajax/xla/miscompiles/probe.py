@@ -40,12 +40,16 @@ def ask(entry: Miscompile, target: str) -> Answer:
     """Return the answer of the compiler for `target`, from the cache after the first time."""
     if entry.platform == 'gpu' and (target not in GPUS or not has_compiler()):
         return Answer(is_faulty=None, workaround=None, why='no GPU compiler to ask')
+    with ThreadPoolExecutor(1) as fresh:  # a thread has neither its caller's mesh nor its options
+        return fresh.submit(_asked, entry, target).result()
+
+
+def _asked(entry: Miscompile, target: str) -> Answer:
     identity = answers.identity(entry, target)
     kept = answers.read(identity)
     if kept is not None:
         return Answer(**kept)
-    with ThreadPoolExecutor(1) as fresh:  # a thread does not have its caller's mesh
-        answer = fresh.submit(probe, entry, target).result()
+    answer = probe(entry, target)
     if answer.is_faulty is not None:
         answers.write(identity, dataclasses.asdict(answer))
     return answer

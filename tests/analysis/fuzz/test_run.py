@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import pytest
 from runs import gone
 from support import disk_full_at
@@ -88,6 +89,13 @@ def test_another_flag_is_another_compiler_and_one_that_changes_no_program_is_not
     monkeypatch.setenv('XLA_FLAGS', '--xla_gpu_enable_triton_gemm=false')
     assert made_by('h100')['compiler'] != before['compiler']
     assert made_by('b200')['compiler'] != made_by('h100')['compiler']
+
+
+def test_another_option_of_jax_is_another_compiler():
+    before = made_by('h100')
+    with jax.default_matmul_precision('highest'):
+        assert made_by('h100')['compiler'] != before['compiler']
+    assert made_by('h100') == before
 
 
 def test_a_compiler_that_was_installed_anew_is_no_other(tmp_path, monkeypatch):

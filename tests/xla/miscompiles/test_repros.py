@@ -341,16 +341,36 @@ def test_what_cannot_be_asked_is_not_kept(cache: Path) -> None:
     assert not cache.exists()
 
 
-def test_a_repro_is_lowered_without_the_mesh_of_whoever_asks() -> None:
-    seen = list[bool]()
+def test_a_repro_is_lowered_without_the_mesh_and_options_of_whoever_asks() -> None:
+    seen = list[tuple[bool, object]]()
 
     def shows(options: Options) -> bool:
-        seen.append(jax.sharding.get_abstract_mesh().empty)
+        mesh = jax.sharding.get_abstract_mesh()
+        seen.append((mesh.empty, jax.config.values['jax_default_matmul_precision']))
         return False
 
-    with jax.set_mesh(jax.make_mesh((8,), ('data',))):
+    mesh = jax.make_mesh((8,), ('data',))
+    with jax.set_mesh(mesh), jax.default_matmul_precision('highest'):
         ask(entry_of(shows), 'cpu')
-    assert seen == [True]
+    assert seen == [(True, None)]
+    assert answers.read(answers.identity(entry_of(shows), 'cpu')) is not None
+
+
+@pytest.mark.parametrize(
+    ('option', 'value'),
+    [('jax_use_shardy_partitioner', False), ('jax_default_matmul_precision', 'highest')],
+)
+def test_an_answer_is_for_the_options_of_jax_that_change_programs(
+    option: str, value: object
+) -> None:
+    identity = answers.identity(SMALL_DOT, 'cpu')
+    assert 'options' not in identity  # jax's defaults
+    before = jax.config.values[option]
+    jax.config.update(option, value)
+    try:
+        assert answers.identity(SMALL_DOT, 'cpu') == identity | {'options': {option: str(value)}}
+    finally:
+        jax.config.update(option, before)
 
 
 @pytest.mark.parametrize(
