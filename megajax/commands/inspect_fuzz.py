@@ -165,8 +165,8 @@ def _code(cases: Sequence['Case'], count: int, jobs: int) -> int:
     if missing := count - len(cases):
         smaller = 'on a machine with more memory, or fix smaller sizes, such as train.seq_len=32'
         print(
-            f'error: {missing:,} of {count:,} steps were not executed: SIGKILL ended their '
-            'process, which the system does if memory runs out; run the same command '
+            f'error: {missing:,} of {count:,} steps were not executed: SIGKILL or SIGABRT ended '
+            'their process, which happens if memory runs out; run the same command '
             f'{"with fewer --jobs" if jobs > 1 else smaller}',
             file=sys.stderr,
         )

@@ -3,7 +3,6 @@
 `megajax.analysis.fuzz.run` starts it. A compiler that crashes or hangs ends only this process.
 """
 
-import errno
 import gc
 import itertools
 import json
@@ -22,6 +21,7 @@ import jax
 from megajax.analysis.fuzz.case import Case, Worst
 from megajax.analysis.fuzz.draw import LAYOUTS, MOST_DEVICES, draw
 from megajax.analysis.fuzz.explain import explained
+from megajax.analysis.fuzz.machine import is_of_machine
 from megajax.analysis.fuzz.time_limit import time_limit
 from megajax.analysis.inspect.child import NO_CUDNN
 from megajax.analysis.inspect.emulated_step import EmulatedStep
@@ -35,11 +35,6 @@ MOST_LINES = 12  # most lines of a traceback
 OBJECTS = 100_000  # new objects after which Python collects; tracing a step makes many
 # Other steps use the other cores: waiting for the compiler's threads costs CPU time.
 ONE_THREAD = {'xla_gpu_force_compilation_parallelism': 1}
-# Errors of a system without disk space, memory, or free files and processes.
-OF_MACHINE = (
-    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
-    *(errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN),
-)
 # These precede a number, a Case as JSON that is not fully explained yet, the final Case, and the
 # reason why this machine cannot execute steps.
 BEGUN, FOUND, DONE, UNABLE = 'begun ', 'found ', 'done ', 'unable '
@@ -79,12 +74,6 @@ def case(config: Config, told: Mapping[str, object], target: str) -> Case:
         found |= {'verdict': 'failed', 'message': '\n'.join(line[:500] for line in lines)}
     spent = {'seconds': time.perf_counter() - start, 'cpu_seconds': time.process_time() - cpu}
     return Case.model_validate({**told, **found, **{key: round(x, 1) for key, x in spent.items()}})
-
-
-def is_of_machine(error: Exception) -> bool:
-    """Return whether the machine has too little of something, whatever the step."""
-    is_of_system = isinstance(error, OSError) and error.errno in OF_MACHINE
-    return is_of_system or isinstance(error, MemoryError)
 
 
 def _worst(results: list[Compared]) -> Worst:

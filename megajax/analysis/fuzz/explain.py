@@ -18,6 +18,7 @@ import numpy as np
 
 from megajax.analysis.fuzz.case import Case
 from megajax.analysis.fuzz.draw import described
+from megajax.analysis.fuzz.machine import is_of_machine
 from megajax.analysis.fuzz.time_limit import PATIENCE, time_limit
 from megajax.analysis.inspect.child import call_in_child
 from megajax.analysis.inspect.emulated_step import EmulatedStep
@@ -135,6 +136,8 @@ def _write_wrong(config: Config, target: str, folder: Path, *, exact: bool) -> I
         try:
             culprit = first_wrong(modules(dumps), is_right)
         except (ValueError, RuntimeError) as error:
+            if is_of_machine(error):
+                raise
             yield f'{NOT_FOUND}{error}'
             return
         _copy_modules(culprit, folder)

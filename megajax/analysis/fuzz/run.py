@@ -18,6 +18,7 @@ import jax
 from megajax.analysis.fuzz.case import Case, Key
 from megajax.analysis.fuzz.draw import LAYOUTS, draw
 from megajax.analysis.fuzz.execute import BEGUN, DONE, FOUND, UNABLE
+from megajax.analysis.fuzz.machine import lacked_memory
 from megajax.analysis.inspect.child import EndedBySignal, call_in_child
 from megajax.base.errors import ResourceError, StopRequested, reason
 from megajax.base.files.outputs import with_folder
@@ -34,11 +35,10 @@ SOURCE = (
     'xla',
     'runtime/data',  # random_batch.py has the shapes of its rows from there
     'analysis/inspect',
-    *(f'analysis/fuzz/{name}.py' for name in ('choices', 'draw', 'execute')),
+    *(f'analysis/fuzz/{name}.py' for name in ('choices', 'draw', 'execute', 'machine')),
 )
 MOST_STEPS = 40  # most steps per process, because compilers do not return all of their memory
 ENDED = 'the process ended: '
-NO_MEMORY = 'SIGKILL'  # the system sends it if memory runs out
 MOST_CHARACTERS = 2000  # most characters of the error with which a process ends
 
 
@@ -82,9 +82,10 @@ def fuzz(
     has without this is executed again.
 
     Ctrl-C and an error end all processes. A fault of the machine is never stored as a fault of a
-    step: a step whose process SIGKILL ends has no case, as if it had not been executed. Raises
-    StopRequested if a signal such as SIGTERM ends a process, ResourceError if there is too little
-    memory to start one or too little disk space, and ConfigError if cuDNN is missing.
+    step: a step whose process ends because memory runs out has no case, as if it had not been
+    executed. Raises StopRequested if a signal such as SIGTERM ends a process, ResourceError if
+    there is too little memory to start one or too little disk space, and ConfigError if cuDNN is
+    missing.
     """
     made = made_by(target)
     versions = made['jax_version'], made['compiler'], made['step']
@@ -269,7 +270,7 @@ def _check_stopped(ended: RuntimeError | None, *, is_started: bool) -> None:
         return
     if ended.signal in {each.name for each in STOPS}:
         raise StopRequested(f'{ended.signal} ended a process; the same command continues')
-    if ended.signal == NO_MEMORY and not is_started:
+    if lacked_memory(ended.signal, str(ended)) and not is_started:
         raise ResourceError(f'{str(ended).splitlines()[0]}; use fewer --jobs or more memory')
 
 
@@ -277,7 +278,7 @@ def _unfinished(
     about: Mapping[str, Any], number: int, found: Case | None, ended: RuntimeError | None
 ) -> Case | None:
     """Return the case of a step that ended its process, which may be a finding already."""
-    no_memory = isinstance(ended, EndedBySignal) and ended.signal == NO_MEMORY
+    no_memory = isinstance(ended, EndedBySignal) and lacked_memory(ended.signal, str(ended))
     why = f'{ENDED}{str(ended)[-MOST_CHARACTERS:]}'
     if found is None:
         return None if no_memory else _failed(about, number, why)

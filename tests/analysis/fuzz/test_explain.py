@@ -243,6 +243,7 @@ def test_a_step_in_16_bits_is_also_executed_in_fp32_and_its_verdict_is_of_both(s
     [
         OSError(28, 'No space left on device'),
         MemoryError(),
+        jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: Out of memory allocating 64 bytes.'),
         RuntimeError('INTERNAL: cuDNN not found'),
     ],
 )
@@ -253,6 +254,22 @@ def test_a_fault_of_the_machine_is_no_case(step, monkeypatch, error):
     monkeypatch.setattr(Step, 'results', results)
     with pytest.raises(type(error)) as raised:
         execute.case(CONFIG, TOLD, 'h100')
+    assert raised.value is error
+
+
+def test_memory_that_runs_out_during_the_search_for_the_pass_is_raised(step, monkeypatch, tmp_path):
+    error = jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: Out of memory allocating 64 bytes.')
+
+    def results(*_: object, text: str | None = None, **__: object) -> list[Compared]:
+        if text is not None:
+            raise error
+        return [WRONG]
+
+    monkeypatch.setattr(Step, 'results', results)
+    with pytest.raises(jax.errors.JaxRuntimeError) as raised:
+        explained(
+            execute.case(CONFIG, TOLD, 'h100'), lambda config: found('right'), tmp_path / 'it'
+        )
     assert raised.value is error
 
 

@@ -246,20 +246,23 @@ def test_the_command_exits_with_130_after_ctrl_c(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ('jobs', 'fix'),
-    [(1, 'on a machine with more memory, or fix smaller'), (2, 'with fewer --jobs')],
+    ('jobs', 'fix', 'why'),
+    [
+        (1, 'on a machine with more memory, or fix smaller', 'SIGKILL'),
+        (2, 'with fewer --jobs', 'std::bad_alloc SIGABRT'),
+    ],
 )
 def test_a_step_without_enough_memory_has_no_case_and_the_others_are_executed(
-    tmp_path, monkeypatch, jobs, fix
+    tmp_path, monkeypatch, jobs, fix, why
 ):
     if not has_compiler():
         pytest.skip("needs XLA's GPU compiler")
     file = tmp_path / 'it.jsonl'
     with monkeypatch.context() as patch:
-        children(patch, lambda number: 'SIGKILL' if number == 1 else '')
+        children(patch, lambda number: why if number == 1 else '')
         done = run_here('inspect', 'fuzz', 3, '--seed', 3, '--out', file, '--jobs', jobs)
     assert done.returncode == 75
-    assert '1 of 3 steps were not executed: SIGKILL' in done.stderr
+    assert '1 of 3 steps were not executed: SIGKILL or SIGABRT' in done.stderr
     assert f'run the same command {fix}' in done.stderr
     assert [each.number for each in read(file)] == [0, 2]
     started = children(monkeypatch, lambda number: '')
