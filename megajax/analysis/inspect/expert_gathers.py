@@ -1,7 +1,7 @@
 """Find experts' weights that are gathered although sending the tokens would take fewer bytes.
 
 It works for the compiled program of any project. A matmul counts as a matmul of experts if it is
-batched over experts, or if it is a grouped matmul kernel.
+batched over experts, or if it is a ragged-dot or a grouped matmul kernel.
 """
 
 import re
@@ -11,10 +11,12 @@ from typing import NamedTuple
 from megajax.xla.hlo import mosaic, producers
 from megajax.xla.hlo.products import product_of
 from megajax.xla.hlo.program import Array, Computation, Instruction, Program
+from megajax.xla.hlo.starts import opcode_of
 from megajax.xla.hlo.transfers import arrays_of, kind_of
 from megajax.xla.miscompiles.trace import Place, trace
 
 _DIM = re.compile(r'\bdimensions=\{(\d+)\}')
+_GROUP = re.compile(r'\brhs_group_dims=\{(\d+)\}')
 _REORDERED = frozenset({'transpose', 'convert'})
 
 
@@ -70,6 +72,12 @@ def _factors(
         array = weights.instruction.results[0]
         if len(array.shape) == 3:
             yield weights, rows.instruction.results[0], array.shape[0]
+        return
+    if opcode_of(instruction) == 'ragged-dot':
+        rows, weights = place.operand(0), place.operand(1)
+        if group := _GROUP.search(instruction.attributes):
+            count = weights.instruction.results[0].shape[int(group[1])]
+            yield weights, rows.instruction.results[0], count
         return
     if product.sizes[0] > 1:
         for index in (0, 1):

@@ -18,6 +18,7 @@ from megajax.analysis.profile.trace import Event
 from megajax.xla.hlo.launches import is_launched, launching
 from megajax.xla.hlo.products import target_of
 from megajax.xla.hlo.program import Instruction, Program
+from megajax.xla.hlo.starts import opcode_of
 from megajax.xla.hlo.transfers import kind_of
 
 _NAMES = re.compile(r', metadata=\{(?:[^"{}]|"(?:[^"\\]|\\.)*")*\}|%[\w.\-]+')
@@ -182,6 +183,6 @@ def _kind(kernel: str) -> str:
 def _launches(instruction: Instruction) -> str:
     if kind_of(instruction):
         return 'nccl'
-    if instruction.opcode != 'custom-call':
+    if opcode_of(instruction) != 'custom-call':
         return 'copy'
     return 'cudnn' if 'cudnn' in target_of(instruction) else 'library'

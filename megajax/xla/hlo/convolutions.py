@@ -17,13 +17,14 @@ _WINDOW = re.compile(r'\bwindow=\{([^}]*)\}')
 _DEFAULTS = {'stride': 1, 'pad': 0, 'lhs_dilate': 1, 'rhs_dilate': 1}
 
 
-def of_cudnn(instruction: Instruction, target: str, first: Array, second: Array) -> tuple[int, int]:
+def of_cudnn(
+    instruction: Instruction, target: str, first: Array, second: Array, result: Array
+) -> tuple[int, int]:
     """Return the multiplications of cuDNN's convolution `target`, and its result's features.
 
     `first` and `second` are its first operands. The gradients of the input and of the filter have
     the labels and the window of the convolution itself.
     """
-    result = instruction.results[0]
     match target:
         case '__cudnn$convBackwardInput':
             arrays, place, features = (result, second, first), 0, 'f'

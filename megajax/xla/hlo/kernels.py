@@ -7,6 +7,7 @@ from megajax.xla.hlo.launches import is_launched, launching
 from megajax.xla.hlo.memory import bytes_moved
 from megajax.xla.hlo.products import Product, inside, target_of
 from megajax.xla.hlo.program import Computation, Instruction, Program
+from megajax.xla.hlo.starts import opcode_of
 from megajax.xla.hlo.transfers import kind_of
 
 Kind = Literal[
@@ -81,7 +82,7 @@ def _kind(
             is_gradient = 'Backward' in target_of(instruction)
             return 'attention gradient' if is_gradient else 'attention'
         return 'matmul'
-    if instruction.opcode == 'custom-call':
+    if opcode_of(instruction) == 'custom-call':
         return 'library call'
     work = {each.opcode for each in _within(program, instruction)} - _NO_WORK
     if 'rng-bit-generator' in work or work >= _THREEFRY:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from math import prod
 
 from megajax.xla.hlo.program import DTYPE_BITS, Array, Computation, Instruction, Program
+from megajax.xla.hlo.starts import opcode_of, results_of
 
 _READS_PART = 'dynamic-slice', 'slice', 'gather'
 # Opcodes that change an operand in place, with the index of the operand that is written.
@@ -23,8 +24,8 @@ def bytes_moved(program: Program, computation: Computation, instruction: Instruc
         written = instruction.operands[_WRITES_PART[instruction.opcode]]
         return 2 * _size(computation.by_name[written].results)
     read = sum(_size(computation.by_name[name].results) for name in instruction.operands)
-    results = instruction.results
-    if instruction.opcode == 'custom-call':
+    results = results_of(computation, instruction)
+    if opcode_of(instruction) == 'custom-call':
         results = tuple(array for array in results if array.dtype not in _WITHOUT_NUMBERS)
     return read + _size(results)
 

@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 from megajax.xla.hlo import mosaic
 from megajax.xla.hlo.convolutions import multiplications, of_cudnn
 from megajax.xla.hlo.program import Array, Computation, Instruction, Program
+from megajax.xla.hlo.starts import opcode_of, results_of
 
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 # Custom calls, and the beginnings of others, that neither multiply nor send to another device.
@@ -23,6 +24,9 @@ Number = TypeVar('Number', int, float)
 
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[=:] ?[{\[]([^}\]]*)[}\]]')
 _BATCH = re.compile(r'lhs_batch_dim(?:ension)?s"?[=:] ?[{\[]([^}\]]*)[}\]]')
+# Dims of the weights of a ragged-dot that are not columns of its result.
+_NOT_COLUMNS = re.compile(r'\brhs_(?:contracting|batch|group)_dims=\{([^}]*)\}')
+_MULTIPLY = 'dot', 'convolution', 'custom-call', 'ragged-dot', 'scaled-dot'
 
 
 class Product(NamedTuple):
@@ -46,7 +50,7 @@ def product_of(computation: Computation, instruction: Instruction) -> Product | 
 
     A complex matmul counts as four real ones.
     """
-    if instruction.opcode not in ('dot', 'convolution', 'custom-call'):
+    if opcode_of(instruction) not in _MULTIPLY:
         return None
     product = _product(computation, instruction)
     if product and product.dtype in ('c64', 'c128'):
@@ -56,20 +60,24 @@ def product_of(computation: Computation, instruction: Instruction) -> Product | 
 
 def _product(computation: Computation, instruction: Instruction) -> Product | None:
     operands = [_first(computation.by_name[name]) for name in instruction.operands]
-    if instruction.opcode == 'convolution':
-        return _convolution(instruction, *operands)
-    if instruction.opcode == 'custom-call':
+    results = results_of(computation, instruction)
+    opcode = opcode_of(instruction)
+    if opcode == 'convolution':
+        return _convolution(instruction, *operands, results[0])
+    if opcode == 'ragged-dot':
+        return _ragged_dot(instruction, *operands[:2])
+    if opcode == 'custom-call':
         target = target_of(instruction)
         if 'fmha' in target:
             return _attention(instruction, operands[0])
         if kernel := mosaic.grouped(instruction.attributes):
-            return _grouped(kernel, operands[-2:], instruction.results[0])
+            return _grouped(kernel, operands[-2:], results[0])
         if target.startswith('__cudnn$conv'):
-            return _of_cudnn(instruction, target, *operands[:2])
+            return _of_cudnn(instruction, target, *operands[:2], results[0])
     match = _CONTRACTED.search(instruction.attributes)
     if not match:
         return None
-    left, result = operands[0], prod(instruction.results[0].shape)
+    left, result = operands[0], prod(results[0].shape)
     k = _size_along(left, match)
     batch = _size_along(left, _BATCH.search(instruction.attributes))
     m = prod(left.shape) // (batch * k)
@@ -78,7 +86,8 @@ def _product(computation: Computation, instruction: Instruction) -> Product | No
 
 def target_of(instruction: Instruction) -> str:
     """Return the name of the function that a custom call calls; empty for other instructions."""
-    match = _TARGET.search(instruction.attributes) if instruction.opcode == 'custom-call' else None
+    is_call = opcode_of(instruction) == 'custom-call'
+    match = _TARGET.search(instruction.attributes) if is_call else None
     return match[1] if match else ''
 
 
@@ -114,15 +123,27 @@ def _attention(instruction: Instruction, query: Array) -> Product:
     return Product(flops, query.dtype, is_attention=True, is_causal=is_causal, sizes=query.shape)
 
 
-def _convolution(instruction: Instruction, left: Array, right: Array) -> Product:
-    result = instruction.results[0]
+def _ragged_dot(instruction: Instruction, rows: Array, weights: Array) -> Product:
+    """Return the matmul of all rows, each with the weights of its group."""
+    k = _size_along(rows, _CONTRACTED.search(instruction.attributes))
+    batch = _size_along(rows, _BATCH.search(instruction.attributes))
+    others = _NOT_COLUMNS.findall(instruction.attributes)
+    dims = {int(number) for each in others for number in re.findall(r'\d+', each)}
+    n = prod(size for dim, size in enumerate(weights.shape) if dim not in dims)
+    sizes = batch, prod(rows.shape) // (batch * k), n, k
+    return Product(2 * prod(sizes), rows.dtype, sizes=sizes)
+
+
+def _convolution(instruction: Instruction, left: Array, right: Array, result: Array) -> Product:
     count = multiplications(instruction, left, right, result)
     return _as_matmul(count, left.dtype, result, result.shape[-1])
 
 
-def _of_cudnn(instruction: Instruction, target: str, first: Array, second: Array) -> Product:
-    count, features = of_cudnn(instruction, target, first, second)
-    return _as_matmul(count, first.dtype, instruction.results[0], features)
+def _of_cudnn(
+    instruction: Instruction, target: str, first: Array, second: Array, result: Array
+) -> Product:
+    count, features = of_cudnn(instruction, target, first, second, result)
+    return _as_matmul(count, first.dtype, result, features)
 
 
 def _as_matmul(count: int, dtype: str, result: Array, n: int) -> Product:

@@ -107,3 +107,20 @@ def test_weights_that_are_gathered_for_a_kernel_of_experts_are_found() -> None:
     assert mosaic.ROWS in program.text
     [line] = megajax.inspect.gathered_experts(program.text)
     assert f'the weights of {X} experts are all-gathered, bf16[{X},512,1024]' in line
+
+
+def test_weights_that_are_gathered_for_a_ragged_dot_are_found() -> None:
+    text = """HloModule f, num_partitions=4
+
+ENTRY %main (x: bf16[64,32], w: bf16[2,32,128], n: s32[8]) -> bf16[64,128] {
+  %x = bf16[64,32]{1,0} parameter(0)
+  %w = bf16[2,32,128]{2,1,0} parameter(1)
+  %n = s32[8]{0} parameter(2)
+  %whole = bf16[8,32,128]{2,1,0} all-gather(%w), replica_groups=[1,4]<=[4], dimensions={0}
+  ROOT %r = bf16[64,128]{1,0} ragged-dot(%x, %whole, %n), lhs_contracting_dims={1}, \
+rhs_contracting_dims={1}, lhs_ragged_dims={0}, rhs_group_dims={0}
+}
+"""
+    [line] = megajax.inspect.gathered_experts(text)
+    assert 'the weights of 8 experts are all-gathered, bf16[8,32,128]' in line
+    assert 'to multiply bf16[64,32]' in line

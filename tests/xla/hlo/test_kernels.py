@@ -133,3 +133,17 @@ def test_kernels_of_a_loop_run_as_often_as_it_and_transfers_are_none() -> None:
         times[kernel.kind] += kernel.times
     assert times['matmul'] == 5
     assert not any(kernel.instruction.name == 's' for kernel in found)
+
+
+@pytest.mark.parametrize('target', ['library', '__cublas$lt$matmul'])
+def test_a_call_that_is_started_is_the_kernel_of_one_that_is_awaited(target: str) -> None:
+    call = f'(%x), custom_call_target="{target}", backend_config={{"lhs_contracting_dims":[]}}'
+    head = 'HloModule f\n\nENTRY %main (x: f32[64]) -> f32[64] {\n  %x = f32[64] parameter(0)\n'
+    awaited = Program(f'{head}  ROOT %c = f32[64] custom-call{call}\n}}\n')
+    started = Program(
+        f'{head}  %s = ((f32[64]), f32[64], s32[]) custom-call-start{call}\n'
+        '  ROOT %d = f32[64] custom-call-done(%s)\n}\n'
+    )
+    [first], [second] = ([*kernels(each)] for each in (awaited, started))
+    assert (second.kind, second.products) == (first.kind, first.products)
+    assert second.bytes == first.bytes + 4  # the context

@@ -2,6 +2,8 @@
 and attention.
 """
 
+from math import prod
+
 import pytest
 
 from megajax.xla.hlo.errors import HloError
@@ -69,6 +71,52 @@ def test_a_complex_matmul_is_four_real_ones(dtype, times):
     assert product == Product(times * 2 * 4 * 8 * 16, dtype, sizes=(1, 4, 16, 8))
 
 
+@pytest.mark.parametrize(
+    ('arrays', 'dims', 'batch'),
+    [
+        (
+            ('[64,16]', '[64,32]', '[4,32,16]'),
+            '{1}, rhs_contracting_dims={1}, lhs_ragged_dims={0}, rhs_group_dims={0}',
+            1,
+        ),
+        (
+            ('[4,32,16]', '[64,32]', '[64,16]'),
+            '{0}, rhs_contracting_dims={0}, lhs_ragged_dims={0}',
+            1,
+        ),
+        (
+            ('[8,64,16]', '[8,64,32]', '[8,32,16]'),
+            '{2}, rhs_contracting_dims={1}, lhs_batch_dims={0}, rhs_batch_dims={0}',
+            8,
+        ),
+    ],
+)
+def test_a_ragged_dot_multiplies_each_row_with_the_weights_of_its_group(arrays, dims, batch):
+    result, *factors = (f'bf16{shape}' for shape in arrays)
+    product = read(f'{result} ragged-dot(), lhs_contracting_dims={dims}', *factors, 's32[4]')
+    assert (product.flops, product.dtype) == (batch * 2 * 64 * 32 * 16, 'bf16')
+    assert product.sizes[0] == batch
+    assert 2 * prod(product.sizes) == product.flops
+
+
+def test_a_scaled_dot_is_a_dot():
+    dims = 'lhs_contracting_dims={1}, rhs_contracting_dims={0}'
+    factors = 'f8e4m3fn[64,32]', 'f8e4m3fn[32,16]'
+    scales = 'f8e8m0fnu[64,1]', 'f8e8m0fnu[1,16]'
+    product = read(f'bf16[64,16] scaled-dot(), {dims}', *factors, *scales)
+    assert product == read(f'bf16[64,16] dot(), {dims}', *factors)
+
+
+def test_a_call_that_is_started_counts_as_one_that_is_awaited():
+    factors, results = ('f32[64,32]', 'f32[32,16]'), '(f32[64,16], s8[128])'
+    dims = '"lhs_contracting_dimensions":["1"],"lhs_batch_dimensions":[]'
+    attributes = f'custom_call_target="__cublas$lt$matmul", backend_config={{{dims}}}'
+    started = f'(({", ".join(factors)}), {results}, s32[]) custom-call-start(), {attributes}'
+    product = read(started, *factors)
+    assert product == read(f'{results} custom-call(), {attributes}', *factors)
+    assert product.sizes == (1, 64, 16, 32)
+
+
 def test_a_call_with_an_empty_tuple_is_no_matmul():
     assert read('f32[4] custom-call(), custom_call_target="other"', '()') is None
 
@@ -85,6 +133,7 @@ def test_attention_multiplies_twice_and_its_gradient_five_times(precision, direc
 
 def test_calls_that_may_multiply_or_send_are_listed_with_their_runs():
     dims = '"lhs_contracting_dimensions":["1"],"lhs_batch_dimensions":[]'
+    started = 'custom_call_target="__cublas$lt$matmul"'  # without its config
     calls = {
         'Sharding': '',
         '__cublas$lt$matmul': f', backend_config={{{dims}}}',
@@ -111,11 +160,14 @@ def test_calls_that_may_multiply_or_send_are_listed_with_their_runs():
 
 ENTRY %main (x: f32[8,8]) -> f32[8,8] {{
   %x = f32[8,8] parameter(0)
-  ROOT %loop = f32[8,8] while(%x), condition=%condition, body=%body, \
+  %s = ((f32[8,8]), f32[8,8], s32[]) custom-call-start(%x), {started}
+  %d = f32[8,8] custom-call-done(%s)
+  ROOT %loop = f32[8,8] while(%d), condition=%condition, body=%body, \
 backend_config={{"known_trip_count":{{"n":"3"}}}}
 }}
 """)
     assert uncounted_calls(program) == {
         'te_fused_attn_forward_ffi at jit(f)/attn': 3,
         'tpu_custom_call at c3': 3,
+        '__cublas$lt$matmul at s': 1,
     }
