@@ -97,5 +97,14 @@ def test_a_step_takes_no_more_than_a_20th_longer_than_megatrons(row: PublishedRa
     assert f'| {" | ".join(cells)} |' in (ROOT / 'docs/results.md').read_text()
 
 
+@pytest.mark.parametrize('page', ['overlap', 'results'])
+def test_a_page_states_the_extremes_of_the_table(page: str) -> None:
+    table = (ROOT / 'docs/results.md').read_text()
+    ratios = [float(x) for x in re.findall(r'^\| \d+x\d+ \|.* (\d\.\d{3}) \|', table, re.MULTILINE)]
+    assert len(ratios) == len(ROWS)
+    extremes = f'between {1 - min(ratios):.1%} slower and {max(ratios) - 1:.1%} faster'
+    assert extremes in ' '.join((ROOT / f'docs/{page}.md').read_text().split())
+
+
 def test_there_are_four_rows_with_1_to_8_gpus_a_group() -> None:
     assert [row.config.mesh.model for row in ROWS] == [1, 2, 4, 8]
