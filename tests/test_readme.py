@@ -106,10 +106,13 @@ def overrides_in(words: list[str]) -> list[str]:
     return [word for word in words if re.match(r'[a-z]+\.\w+=', word)]
 
 
+def sources_in(words: list[str]) -> list[str]:
+    return [x for x in words if x == 'my.yaml' or (ROOT / f'configs/{x}.yaml').exists()]
+
+
 def config_of(words: list[str]) -> Config:
     """The config that the plain words of a command name, or `tiny`, with their overrides."""
-    sources = [x for x in words if x == 'my.yaml' or (ROOT / f'configs/{x}.yaml').exists()]
-    return load(sources[0] if sources else 'tiny', overrides_in(words))
+    return load((sources_in(words) or ['tiny'])[0], overrides_in(words))
 
 
 def config_of_command(line: str) -> Config:
@@ -161,14 +164,14 @@ def test_a_folder_that_an_example_checks_is_made_before() -> None:
         assert f'mkdir -p {after.split()[0]}\n' in before
 
 
-def slurm_jobs() -> Iterator[tuple[str, list[str], int]]:
+def slurm_jobs(pages: list[Path] = PAGES) -> Iterator[tuple[str, list[str], int]]:
     """The config, the overrides and the GPUs of each job that a page or a comment submits."""
     script = (ROOT / 'scripts/slurm.sbatch').read_text()
     nodes, gpus = (
         int(re.search(rf'^#SBATCH --{option}=(\d+)', script, re.MULTILINE)[1])
         for option in ('nodes', 'gpus-per-node')
     )
-    files = [*PAGES, ROOT / 'scripts/slurm.sbatch', *ROOT.glob('configs/recipes/*.yaml')]
+    files = [*pages, ROOT / 'scripts/slurm.sbatch', *ROOT.glob('configs/recipes/*.yaml')]
     lines = (line.partition('  #')[0] for file in files for line in file.read_text().splitlines())
     for line in lines:
         if found := re.match(r'(?:# +)?(?:\w+=\S+ )*sbatch (.*)scripts/slurm\.sbatch (.*)', line):
@@ -182,6 +185,16 @@ def test_a_job_of_slurm_has_a_mesh_of_all_its_gpus(reader: Path) -> None:
     assert len(jobs) >= 5
     for config, keys, gpus in jobs:
         assert load(config, keys).mesh.num_devices == gpus, (config, keys)
+
+
+@for_each_page
+def test_a_corpus_of_a_page_is_for_models_of_one_vocabulary(page: Path, reader: Path) -> None:
+    jobs = [[config, *keys] for config, keys, _ in slurm_jobs([page])]
+    runs = [*jobs, *(read_command(line)[1] for line in commands(page))]
+    configs = [config_of(words) for words in runs if sources_in(words)]
+    for corpus in re.findall(r'^megajax data build (\S+)', page.read_text(), flags=re.MULTILINE):
+        sizes = {each.model.vocab_size for each in configs if each.data.corpus == corpus}
+        assert len(sizes) <= 1, corpus
 
 
 @for_each_page

@@ -25,8 +25,8 @@ from megajax.base.render.text import visible
 logger = logging.getLogger(__name__)
 
 RETRY = 75  # exit code EX_TEMPFAIL, of a run that may succeed if it is started again
-# Exit codes of errors that would repeat, whichever process they occur in. The other processes exit
-# with them too, because a scheduler may see only the highest code of all processes.
+# Exit codes of permanent errors, whichever process they occur in. The other processes exit with
+# them too, because a scheduler may see only the highest code of all processes.
 FINAL = range(2, 6)
 # Set by `launch`, which must tell the process that failed first from the others. Their code is
 # therefore 75, or FOLLOWS plus a code in FINAL, and `launch` exits with the latter.
