@@ -3,8 +3,8 @@
 The stages of `mesh.stages` are a mapped dim, [stage, data shard, ...], like data shards. In each
 tick, every stage runs the passes in the schedule: forward, backward, or both. Its output is sent to
 its neighbor while it computes the next one. This is 1F1B (Narayanan et al., 2021) in one program
-for all devices. An idle stage also computes, on embedded tokens or old values, but its results are
-not used: the cotangent of its backward pass is zero, and so are its gradients.
+for all devices. An idle stage also computes, on embedded tokens or stale activations, but its
+results are not used: the cotangent of its backward pass is zero, and so are its gradients.
 
 Every stage has the embedding and the head. All stages look up the embedding, but only the first one
 uses it. Each stage computes the head for its part of the tokens that the last stage has finished,
