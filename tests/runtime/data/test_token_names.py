@@ -10,8 +10,10 @@ from tokenizers import AddedToken
 from megajax.core.config import ConfigError
 from megajax.corpus.build import build
 from megajax.corpus.job import Job
+from megajax.interop.huggingface.families import FAMILIES
 from megajax.runtime.data import make_tokenizer
 from megajax.runtime.data.sources.manifest import Manifest
+from megajax.runtime.data.text.token_names import BY_DEFAULT, OF_FAMILY
 from megajax.runtime.data.text.tokenizer import Tokenizer, load_tokenizer
 from megajax.runtime.data.tokens.indexed import read_pair
 
@@ -53,6 +55,9 @@ FOLDERS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
+AS_THE_FILE_SAYS = 'TokenizersBackend', 'MistralCommonBackend'  # they read tokenizer.json as it is
+
+
 def write(folder: Path, files: dict[str, dict[str, Any]]) -> str:
     """Write a byte tokenizer of 260 entries, the last three special, and other files."""
     backend = make_tokenizer('bytes', 257)._backend
@@ -78,6 +83,20 @@ def test_tokens_have_the_names_and_ids_that_transformers_reads(
     assert {x.content: i for i, x in added_tokens(ours._backend).items()} == {
         x.content: i for i, x in theirs.added_tokens_decoder.items()
     }
+
+
+def test_every_family_has_the_tokenizer_class_that_transformers_gives_it() -> None:
+    auto = pytest.importorskip('transformers.models.auto.tokenization_auto')
+    whatever, by_default = dict[str, str](), dict[str, str]()
+    for family in FAMILIES:
+        name = auto.TOKENIZER_MAPPING_NAMES.get(family)
+        if name in AS_THE_FILE_SAYS:
+            whatever[family] = ''
+        elif family in auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS:
+            whatever[family] = name
+        elif name:
+            by_default[family] = name
+    assert (whatever, by_default) == (OF_FAMILY, BY_DEFAULT)
 
 
 @pytest.mark.parametrize('files', FOLDERS.values(), ids=FOLDERS)

@@ -101,6 +101,7 @@ def test_the_parts_of_published_folders_are_those_of_their_class(
             ('gpt2', 'GPT2Tokenizer', gpt2, EOD),
             ('qwen2', 'Qwen2Tokenizer', qwen2, EOD),
             ('mistral', 'LlamaTokenizer', sentencepiece(), '</s>'),
+            ('mixtral', 'LlamaTokenizer', sentencepiece(), '</s>'),
         ):
             load_tokenizer(write(tmp_path, backend, family, tokenizer_class=name, eos_token=end))
     assert not caplog.text

@@ -24,14 +24,16 @@ STANDARD = tuple(f'{x}_token' for x in ('bos', 'eos', 'unk', 'sep', 'pad', 'cls'
 # The tokenizer class that transformers 5 uses for a family, whatever the files say ...
 OF_FAMILY = {
     'qwen2': 'Qwen2Tokenizer',
-    **dict.fromkeys(('glm', 'glm4', 'ministral', 'mistral', 'olmo2', 'olmo3', 'phi3'), ''),
+    **dict.fromkeys(('glm', 'glm4', 'glm4_moe', 'ministral', 'mistral', 'mixtral'), ''),
+    **dict.fromkeys(('olmo2', 'olmo3', 'phi3'), ''),
 }
 # ... or the class that it uses if the files name none, ...
 BY_DEFAULT = {
     'gpt2': 'GPT2Tokenizer',
     'megatron-bert': 'BertTokenizer',
     'gemma3_text': 'GemmaTokenizer',
-    **dict.fromkeys(('qwen3', 'qwen3_vl'), 'Qwen2Tokenizer'),
+    'olmoe': 'GPTNeoXTokenizer',
+    **dict.fromkeys(('qwen3', 'qwen3_moe', 'qwen3_vl'), 'Qwen2Tokenizer'),
 }
 # ... and the tokens of a class that the files need not name.
 DEFAULTS = {
