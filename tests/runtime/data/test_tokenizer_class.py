@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, normalizers, pre_tokenizers
+from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 from twelve_tokenizers import (
     EOD,
@@ -25,6 +25,7 @@ from megajax.runtime.data.text.tokenizer_class import CLASSES, MISTRAL, OTHERS, 
 
 KEYS: dict[str, list[dict[str, Any]]] = {
     'GPT2Tokenizer': [{}, {'add_prefix_space': True}],
+    'GPTNeoXTokenizer': [{}, {'add_prefix_space': True}],
     'Qwen2Tokenizer': [{}],
     'LlamaTokenizer': [{}, {'legacy': True}, {'add_prefix_space': False}],
     'GemmaTokenizer': [{}],
@@ -63,6 +64,8 @@ def test_texts_have_the_ids_and_ids_the_texts_of_transformers(name: str, tmp_pat
                 assert ours.encode_batch([text])[0].tolist() == ids, (kind, keys, text)
                 text_of_ids = ours._backend.decode(ids, skip_special_tokens=False)
                 assert text_of_ids == theirs.decode(ids), (kind, keys, text)
+            if '[CLS]' not in known:  # `masked.py` adds it
+                assert ours._backend.encode('a').ids == theirs('a').input_ids, (kind, keys)
             read += 1
     assert read
 
@@ -107,10 +110,26 @@ def test_the_parts_of_published_folders_are_those_of_their_class(
     assert not caplog.text
 
 
+def test_a_gpt_neox_adds_no_token_to_a_text(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = byte_level(normalizer=normalizers.NFC())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    keys = {'tokenizer_class': 'GPTNeoXTokenizer', 'eos_token': EOD}
+    with caplog.at_level(logging.WARNING):
+        assert load_tokenizer(write(tmp_path, backend, 'olmoe', **keys)).start == []
+        assert not caplog.text
+        backend.post_processor = processors.TemplateProcessing(
+            f'{EOD} $A', None, [(EOD, backend.token_to_id(EOD))]
+        )
+        assert load_tokenizer(write(tmp_path, backend, 'olmoe', **keys)).start == []
+    assert 'a GPTNeoXTokenizer has a post_processor of its own, not' in caplog.text
+
+
 @pytest.mark.parametrize(
     ('name', 'backend', 'message'),
     [
-        ('GPTNeoXTokenizerFast', byte_level, 'makes a GPTNeoXTokenizer, which does not read all'),
+        ('CodeGenTokenizerFast', byte_level, 'makes a CodeGenTokenizer, which does not read all'),
         (
             'GPT2Tokenizer',
             sentencepiece,
@@ -207,7 +226,9 @@ def listed(backend: Backend, kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize('kind', ['all', 'fewer', 'more, after a gap', 'other properties'])
-@pytest.mark.parametrize('name', ['Qwen2Tokenizer', 'GPT2Tokenizer', 'PreTrainedTokenizerFast'])
+@pytest.mark.parametrize(
+    'name', ['Qwen2Tokenizer', 'GPT2Tokenizer', 'GPTNeoXTokenizer', 'PreTrainedTokenizerFast']
+)
 def test_added_tokens_are_those_that_transformers_gives_the_class(
     name: str, kind: str, tmp_path: Path
 ) -> None:

@@ -38,6 +38,10 @@ BY_DEFAULT = {
 # ... and the tokens of a class that the files need not name.
 DEFAULTS = {
     'GPT2Tokenizer': dict.fromkeys(('unk_token', 'bos_token', 'eos_token'), '<|endoftext|>'),
+    'GPTNeoXTokenizer': {
+        **dict.fromkeys(('unk_token', 'bos_token', 'eos_token'), '<|endoftext|>'),
+        'pad_token': '<|padding|>',
+    },
     'Qwen2Tokenizer': dict.fromkeys(('unk_token', 'eos_token', 'pad_token'), '<|endoftext|>'),
     'LlamaTokenizer': {'unk_token': '<unk>', 'bos_token': '<s>', 'eos_token': '</s>'},
     'GemmaTokenizer': {f'{x}_token': f'<{x}>' for x in ('unk', 'bos', 'eos', 'pad', 'mask')},

@@ -1,8 +1,8 @@
 """Build tokenizer parts as transformers 5 does by class, whatever tokenizer.json says.
 
-The classes below rebuild normalizer, pre_tokenizer and decoder, and take the vocabulary and the
-post_processor from the file. With the class PreTrainedTokenizerFast, transformers reads the whole
-file, as version 4 does with all classes.
+The classes below rebuild normalizer, pre_tokenizer and decoder, and take the vocabulary and, except
+for GPTNeoXTokenizer, the post_processor from the file. With the class PreTrainedTokenizerFast,
+transformers reads the whole file, as version 4 does with all classes.
 """
 
 import json
@@ -39,7 +39,7 @@ OTHERS = re.compile(
     r'BioGpt|Blenderbot|BlenderbotSmall|ByT5|Camembert|Canine|CLIP|Clvp|CodeGen|'
     r'CodeLlama|Cohere|Cpm|CpmAnt|CTRL|Deberta|DebertaV2|Dia|DistilBert|'
     r'DPRContextEncoder|DPRQuestionEncoder|DPRReader|Esm|Esmc|FastSpeech2Conformer|'
-    r'Flaubert|FSMT|Funnel|GPTNeoX|GPTNeoXJapanese|GPTSw3|Herbert|Lasr|'
+    r'Flaubert|FSMT|Funnel|GPTNeoXJapanese|GPTSw3|Herbert|Lasr|'
     r'LayoutLMv2|LayoutLMv3|LayoutXLM|LED|Luke|Lxmert|M2M100|Marian|MarkupLM|'
     r'MBart|MBart50|Mgpstr|MLuke|MobileBert|MPNet|Mvp|MyT5|Nllb|Nougat|'
     r'OpenAIGPT|Pegasus|Perceiver|Phobert|PLBart|Pop2Piano|ProphetNet|Qwen3_5|'
@@ -146,6 +146,8 @@ def _state(part: Any) -> Any:
 
     if part is None:
         return None
+    if type(part).__module__.endswith('processors'):  # ByteLevel, for example, adds no token
+        return part.num_special_tokens_to_add(False) or None
     state = json.loads(part.__getstate__(), object_hook=without_places)
     is_decoder = type(part).__module__.endswith('decoders')
     return state['type'] if is_decoder and state['type'] == 'ByteLevel' else state
@@ -158,6 +160,15 @@ def _gpt2(keys: Keys) -> Parts:
         'normalizer': None,
         'pre_tokenizer': pre_tokenizers.ByteLevel(bool(keys.get('add_prefix_space'))),
         'decoder': decoders.ByteLevel(),
+    }
+
+
+def _gpt_neox(keys: Keys) -> Parts:
+    from tokenizers import normalizers, processors
+
+    return _gpt2(keys) | {
+        'normalizer': normalizers.NFC(),
+        'post_processor': processors.TemplateProcessing('$A', '$A:0 $B:1', []),
     }
 
 
@@ -215,6 +226,7 @@ def _bert(keys: Keys) -> Parts:
 # The kind of vocabulary that a class reads, and a function from its keys to its parts.
 CLASSES: Mapping[str, tuple[str, Callable[[Keys], Parts]]] = {
     'GPT2Tokenizer': (BYTES, _gpt2),
+    'GPTNeoXTokenizer': (BYTES, _gpt_neox),
     'Qwen2Tokenizer': (BYTES, _qwen2),
     'LlamaTokenizer': (PIECES, _llama),
     'GemmaTokenizer': (PIECES, _gemma),
