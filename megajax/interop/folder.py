@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megajax.base.files.exists import exists
 from megajax.base.files.locks import lock
 from megajax.base.files.outputs import NO_URL, sync, url_of
 from megajax.core.config import ConfigError
@@ -21,8 +22,13 @@ SEQ_LEN = 1024  # tokens of a training sequence, unless the model's maximum is s
 def check_new(out: Path) -> None:
     """Raise ConfigError unless a run can start in `out`."""
     _check_no_url(out)
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f'{out} is a file: choose another path')
+    there = next(each for each in (out, *out.parents) if exists(each))
+    if not there.is_dir():
+        raise ConfigError(f'{there} is a file: choose another path')
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f'{there} is not writable: change its permissions, or choose another path'
+        )
     if steps := find_steps(out / 'checkpoints'):
         raise ConfigError(
             f'{out} already holds a run, at step {steps[-1]}: choose another path, or delete it'

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from megajax.base.files.outputs import write_file
 from megajax.core.config import Config, ConfigError, LoraConfig, dump
@@ -18,28 +20,24 @@ from megajax.runtime.checkpoint.compare import parameter_shapes, read_parameter
 from megajax.runtime.checkpoint.hf_files import TEMPLATE, Companions
 from megajax.runtime.checkpoint.record import read_record
 from megajax.runtime.data.masked import SPECIAL
-from megajax.runtime.data.text.tokenizer import make_tokenizer
+from megajax.runtime.data.text.tokenizer import Tokenizer, make_tokenizer
 from megajax.runtime.run.lock import run_lock
 
 ADAPTER = '.adapter.'  # follows the linear layer's name in the names of an adapter's matrices
 
 
-def start_run(
-    out: Path,
-    config: Config,
-    load: Callable[[Config], nnx.State],
-    *,
-    tokenizer: Path | None,
-    origin: Mapping[str, str],
-    companions: Companions = Companions(),  # noqa: B008 (immutable)
-    place: Mapping[str, int | None] | None = None,
-) -> None:
-    """Make `out` a run at step 0 with the parameters that `load` returns, and a fresh optimizer.
+class Prepared(NamedTuple):
+    """The tokenizer of a run, or None if it works on token ids only, and its mesh."""
 
-    `load` is called on the mesh of `config`. `origin` goes into the checkpoint's record, with the
-    `place` of the next sample in Megatron-LM's order; `companions` are stored next to the record.
-    Nothing in `out` looks like a checkpoint until it is complete. Raises ConfigError for a config
-    with adapters.
+    tokenizer: Tokenizer | None
+    mesh: Mesh
+
+
+def prepare(out: Path, config: Config, tokenizer: Path | None = None) -> Prepared:
+    """Return what a run in `out` needs in addition to its weights.
+
+    `tokenizer` is the file that becomes the tokenizer.json of `out`. Raises ConfigError for a
+    tokenizer or a mesh that cannot be used, and for a config with adapters.
     """
     if config.lora is not None:
         raise ConfigError(
@@ -56,18 +54,39 @@ def start_run(
     loaded = (
         None if spec == 'none' else make_tokenizer(spec, config.model.vocab_size, special=special)
     )
-    mesh = mesh_for(config)
+    return Prepared(loaded, mesh_for(config))
+
+
+def start_run(
+    out: Path,
+    config: Config,
+    prepared: Prepared,
+    load: Callable[[Config], nnx.State],
+    *,
+    origin: Mapping[str, str],
+    companions: Companions = Companions(),  # noqa: B008 (immutable)
+    place: Mapping[str, int | None] | None = None,
+) -> None:
+    """Make `out` a run at step 0 with the parameters that `load` returns, and a fresh optimizer.
+
+    `load` is called on the mesh of `prepared`. `origin` goes into the checkpoint's record, with the
+    `place` of the next sample in Megatron-LM's order; `companions` are stored next to the record.
+    Nothing in `out` looks like a checkpoint until it is complete.
+    """
+    tokenizer, mesh = prepared
     with jax.set_mesh(mesh):
         params = load(config)
     with run_lock(out), jax.set_mesh(mesh):
         if jax.process_index() == 0:
             write_file(out / 'config.yaml', dump(config).encode())
-            if loaded:
-                loaded.save(out / 'tokenizer.json')
+            if tokenizer:
+                tokenizer.save(out / 'tokenizer.json')
             companions.write(out)
             if companions.chat_template is not None:
                 write_file(out / TEMPLATE, companions.chat_template.encode())
-        with Checkpoints(out / 'checkpoints', config, tokenizer=loaded, data=origin) as checkpoints:
+        with Checkpoints(
+            out / 'checkpoints', config, tokenizer=tokenizer, data=origin
+        ) as checkpoints:
             checkpoints.companions = companions
             checkpoints.save({'params': params}, 0, **(place or {}))
 

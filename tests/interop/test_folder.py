@@ -1,5 +1,6 @@
 """A folder that is written appears when it is complete and on disk, or not at all."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,17 @@ def test_neither_a_run_nor_an_export_is_written_to_a_folder_named_after_a_protoc
     with pytest.raises(ConfigError, match=message), new_folder(out):
         pass
     assert not any(tmp_path.iterdir())
+
+
+def test_a_run_needs_a_folder_that_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / 'file').touch()
+    (tmp_path / 'closed').mkdir(0o500)
+    with pytest.raises(ConfigError, match='file is a file: choose another path'):
+        check_new(tmp_path / 'file' / 'run')
+    if os.geteuid():  # root may write everywhere
+        with pytest.raises(ConfigError, match='closed is not writable: change its permissions, or'):
+            check_new(tmp_path / 'closed' / 'a' / 'run')
+    check_new(tmp_path / 'new' / 'run')
 
 
 def test_what_fails_leaves_no_folder_and_the_next_begins_anew(tmp_path: Path) -> None:

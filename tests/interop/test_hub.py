@@ -204,13 +204,24 @@ def test_without_a_network_or_a_copy_the_fix_is_a_folder(
     assert not (tmp_path / 'run').exists()
 
 
-def test_a_model_that_is_refused_costs_no_download_of_weights(
-    model: Path, import_hf: Import
+@pytest.mark.parametrize('override', ['mesh.modle=2', 'lora.rank=4'])
+def test_an_override_that_is_refused_costs_no_download_of_weights(
+    override: str, model: Path, import_hf: Import
 ) -> None:
     with serving(model) as hub:
-        assert 'mesh.modle' in refusal(import_hf(hub.url, NAME, 'run', 'mesh.modle=2'))
+        assert override.partition('=')[0] in refusal(import_hf(hub.url, NAME, 'run', override))
         assert 'model.safetensors' not in hub.fetched
         assert 'config.json' in hub.fetched
+
+
+def test_a_tokenizer_that_is_refused_costs_no_download_of_weights(
+    model: Path, import_hf: Import
+) -> None:
+    (model / 'tokenizer_config.json').write_text('{"tokenizer_class": "BertTokenizer"}')
+    with serving(model) as hub:
+        said = refusal(import_hf(hub.url, NAME, 'run'))
+        assert 'model.safetensors' not in hub.fetched
+    assert 'transformers makes a BertTokenizer, which reads WordPiece' in said
 
 
 def test_a_folder_of_that_name_comes_first_and_is_said(

@@ -16,7 +16,7 @@ from megajax.interop.megatron.rank_files import FILE
 from megajax.interop.megatron.ranks import import_megatron
 from megajax.interop.megatron.torch_files import load_torch
 from megajax.interop.megatron.weights import FUSED, NAMES
-from megajax.interop.runs import start_run
+from megajax.interop.runs import prepare, start_run
 from megajax.runtime.checkpoint.compare import parameter_shapes, read_parameter
 
 EXPERTS = {'count': 4, 'active': 2, 'ffn_size': 8, 'first_dense': 1, 'router_bias': True}
@@ -27,7 +27,7 @@ def written(folder: Path, **options: Any) -> tuple[dict[str, np.ndarray], str]:
     model = {'num_layers': 2, 'qk_norm': True, 'experts': EXPERTS}
     config = tiny(1, 1, model=model, data={'tokenizer': 'none'})
     load = partial(random_params, std=0.05)
-    start_run(folder / 'run', config, load, tokenizer=None, origin={})
+    start_run(folder / 'run', config, prepare(folder / 'run', config), load, origin={})
     said = export_megatron(folder / 'run', folder / 'out', ranks=1, **options)
     path = folder / 'out/release/mp_rank_00' / FILE
     return load_torch(path)['model'], said  # type: ignore[index]

@@ -70,7 +70,8 @@ def import_huggingface(
 
     If there is a `repository`, `folder` has only the model's description, and the weights are
     downloaded after the description is accepted. Returns the config of the run. Raises ConfigError
-    for settings in config.json that are not supported, and for incomplete weights.
+    for settings in config.json that are not supported, for a tokenizer or a mesh that cannot be
+    used, and for incomplete weights.
     """
     check_new(out)
     check_adapter(folder)
@@ -81,6 +82,9 @@ def import_huggingface(
     config = reload(settings(model, out, tokenizer), overrides, place=str(folder / 'config.json'))
     keys, vocab_size = read_json(folder / 'config.json'), config.model.vocab_size
     companions = companions_of_model(folder, keys, vocab_size, sees=config.vision is not None)
+    from megajax.interop.runs import prepare, start_run
+
+    prepared = prepare(out, config, tokenizer)
     if repository is not None:
         repository.fetch_weights()
     tensors = read_tensors(folder)
@@ -95,7 +99,6 @@ def import_huggingface(
             folder,
         )
     from megajax.interop.huggingface.weights import from_huggingface
-    from megajax.interop.runs import start_run
 
     origin = {FAMILY: family} | _dtypes_in(tensors, family)
     if repository is not None:
@@ -103,8 +106,8 @@ def import_huggingface(
     start_run(
         out,
         config,
+        prepared,
         lambda config: from_huggingface(config, tensors, source=str(folder), family=family),
-        tokenizer=tokenizer,
         origin=origin,
         companions=companions,
     )

@@ -94,13 +94,13 @@ def _kept(progress: Progress, *, finetune: bool) -> Progress:
 
 
 def _start(out: Path, config: Config, load: Callable[[Config], Any], progress: Progress) -> None:
-    from megajax.interop.runs import start_run
+    from megajax.interop.runs import prepare, start_run
 
     origin = {'imported from': 'megatron'}
     if progress.iteration:
         origin[ITERATION] = str(progress.iteration)
     place = {'samples': progress.samples, 'order_of': progress.total} if progress.samples else {}
-    start_run(out, config, load, tokenizer=None, origin=origin, place=place)
+    start_run(out, config, prepare(out, config), load, origin=origin, place=place)
 
 
 def _config(
