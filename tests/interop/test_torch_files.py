@@ -1,9 +1,13 @@
 """A tensor of a file of PyTorch's is a view of its storage, and never reaches beyond."""
 
+import gc
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from megajax.interop.megatron.torch_files import _rebuild_tensor
+from megajax.interop.megatron.torch_files import Stored, _rebuild_tensor, torch_files
 
 STORAGE = np.arange(12)
 
@@ -35,3 +39,19 @@ def test_a_tensor_beyond_its_storage_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match='reaches beyond its storage of 12'):
         _rebuild_tensor(STORAGE, offset, size, stride)
+
+
+def test_a_file_that_is_not_finished_ends_with_the_error_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ignored = list[object]()
+    monkeypatch.setattr(sys, 'unraisablehook', ignored.append)
+
+    def fail() -> None:
+        with torch_files([tmp_path / 'x'], [{'x': Stored((3,), STORAGE.dtype)}]):
+            raise OSError('no space')
+
+    with pytest.raises(OSError, match='no space'):
+        fail()
+    gc.collect()
+    assert not ignored

@@ -236,6 +236,13 @@ class Stored(NamedTuple):
     dtype: np.dtype
 
 
+class _Archive(zipfile.ZipFile):
+    """An archive that stays incomplete if it is not closed, for example after an error."""
+
+    def __del__(self) -> None:
+        pass
+
+
 class TorchFile:
     """A `torch.save` file that is being written.
 
@@ -243,7 +250,7 @@ class TorchFile:
     """
 
     def __init__(self, file: BinaryIO, contents: Mapping[str, Any]):
-        self._archive = zipfile.ZipFile(file, 'w', zipfile.ZIP_STORED)
+        self._archive = _Archive(file, 'w', zipfile.ZIP_STORED)
         self._tensors: list[Stored] = []
         self._written: set[int] = set()
         self._write('data.pkl', b'\x80\x02' + b''.join(self._pickle(contents)) + b'.')
