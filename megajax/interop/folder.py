@@ -3,6 +3,7 @@
 Imports no jax.
 """
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ from megajax.base.files.outputs import NO_URL, sync, url_of
 from megajax.core.config import ConfigError
 from megajax.runtime.checkpoint.digests import find_steps
 
+NO_SPACE = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # only writing fails with these
 SEQ_LEN = 1024  # tokens of a training sequence, unless the model's maximum is smaller
 
 
@@ -66,7 +68,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     OUT appears only when all files are on disk.
 
     The next conversion deletes the remains of a killed one. Raises ConfigError if OUT already
-    exists, or if another process is writing it.
+    exists, if another process is writing it, or if there is no space, and then deletes OUT.partial.
     """
     _check_no_url(out)
     out = out.absolute()
@@ -96,6 +98,14 @@ def new_folder(out: Path) -> Iterator[Path]:
                 sync(Path(folder, name))
         partial.rename(out)
         sync(out.parent)
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        shutil.rmtree(partial, ignore_errors=True)
+        raise ConfigError(
+            f'{partial} cannot be written: {error.strerror}; free some space, or choose another '
+            'path'
+        ) from error
     finally:
         os.close(descriptor)
 

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from support import disk_full_at
 
 from megajax.core.config import ConfigError
 from megajax.interop import folder
@@ -71,6 +72,18 @@ def test_what_fails_leaves_no_folder_and_the_next_begins_anew(tmp_path: Path) ->
         assert not any(partial.iterdir())
     with pytest.raises(ConfigError, match='already exists'), new_folder(out):
         pass
+
+
+def test_without_space_nothing_is_left(tmp_path: Path) -> None:
+    def fill() -> None:
+        with new_folder(tmp_path / 'out') as partial:
+            (partial / 'deep').mkdir()
+            (partial / 'deep' / 'weights').write_bytes(bytes(2000))
+
+    message = 'out.partial cannot be written: File too large; free some space, or choose another'
+    with disk_full_at(1000), pytest.raises(ConfigError, match=message):
+        fill()
+    assert not any(tmp_path.iterdir())
 
 
 def test_two_do_not_write_into_one_folder(tmp_path: Path) -> None:
