@@ -21,9 +21,8 @@ from flax import nnx
 
 from megajax.core.config import ConfigError, ModelConfig
 from megajax.core.counts.parameters import dim_sizes, parameters, shape_of
+from megajax.interop.tiles import copy_tiles
 
-# Elements along a tile's side, a cache line in fp32: numpy transposes tiles several times faster.
-TILE = 16
 THREADS = min(8, os.cpu_count() or 1)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 READABLE_DTYPES = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
@@ -328,22 +327,3 @@ def cut(x: np.ndarray, piece: Piece, dtype: np.dtype | None = None) -> np.ndarra
     array = np.zeros(piece.shape, x.dtype)
     piece.write(array, x[piece.at])
     return array if dtype is None else array.astype(dtype, copy=False)
-
-
-def copy_tiles(target: np.ndarray, source: np.ndarray) -> None:
-    """Assign target[...] = source, in tiles if one is transposed relative to the other."""
-    along_target, along_source = _contiguous_dim(target), _contiguous_dim(source)
-    if along_target == along_source:
-        target[...] = source
-        return
-    target, source = (
-        np.moveaxis(x, (along_source, along_target), (-2, -1)) for x in (target, source)
-    )
-    for outer in np.ndindex(target.shape[:-2]):
-        for start in range(0, target.shape[-1], TILE):
-            target[outer][:, start : start + TILE] = source[outer][:, start : start + TILE]
-
-
-def _contiguous_dim(x: np.ndarray) -> int:
-    steps = (step if size > 1 else math.inf for step, size in zip(x.strides, x.shape, strict=True))
-    return int(np.argmin([*steps]))
