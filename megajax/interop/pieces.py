@@ -55,6 +55,21 @@ class Piece(NamedTuple):
         view = self.view(x)
         return view.take(self._order_of_pairs(view), self.pairs[0]) if self.pairs else view
 
+    def box(self, at: At) -> At:
+        """Return the smallest box of the array that contains a region of the parameter.
+
+        The array has no square dims.
+        """
+        steps = [math.prod(self.split[dim + 1 :]) for dim in self.order]
+        first = last = 0
+        for axis, (part, step) in enumerate(zip(_shifted(at, self.at), steps, strict=True)):
+            if self.pairs and axis == self.pairs[0]:
+                part = slice(0, self.split[self.order[axis]])
+            first += part.start * step
+            last += (part.stop - 1) * step
+        corners = (np.unravel_index(index, self.shape) for index in (first, last))
+        return tuple(slice(int(a), int(b) + 1) for a, b in zip(*corners, strict=True))
+
     def write(self, array: np.ndarray, part: np.ndarray) -> None:
         """Fill the array with a region of the parameter."""
         if self.pairs:
@@ -289,7 +304,9 @@ def _read_block(
         )
         if any(part.start >= part.stop for part in both):
             return
-        source = piece.read(whole := np.asarray(weights[piece.name]))[_shifted(both, piece.at)]
+        x = weights[piece.name]
+        array = x.unpack(piece.box(both)) if hasattr(x, 'unpack') else np.asarray(x)
+        source = piece.read(array)[_shifted(both, piece.at)]
         if source.dtype == BFLOAT16 and dtype == np.float32:
             # The bits of bf16 are the upper half of the bits of fp32, and the lower half is already
             # zero; numpy's cast is several times slower.
@@ -299,7 +316,7 @@ def _read_block(
             copy_tiles(block[_shifted(both, index)], source)
         # The check uses the copy, which is in fp32 and in the processor's cache.
         if not np.isfinite(block[_shifted(both, index)]).all():
-            check_finite(piece.name, whole, of=of)
+            check_finite(piece.name, np.asarray(x), of=of)
 
     list(pool.map(copy, pieces))
     return block

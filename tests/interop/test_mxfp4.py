@@ -9,12 +9,14 @@ import pytest
 from interop.stored import DATA
 from safetensors.numpy import save_file
 
-from megajax.core.config import ConfigError
+from megajax.core.config import ConfigError, ModelConfig
 from megajax.interop.huggingface.adapters import _check_base
 from megajax.interop.huggingface.directories import export_huggingface, import_huggingface
 from megajax.interop.huggingface.families import read_family
 from megajax.interop.huggingface.mxfp4 import unpack
 from megajax.interop.huggingface.tensors import SINGLE, read_tensors
+from megajax.interop.huggingface.weights import huggingface_pieces
+from megajax.interop.pieces import dims_here, shapes_of
 
 VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # Microscaling Formats 1.0, table 5
 VALUES += [-x for x in VALUES]
@@ -81,6 +83,22 @@ def test_an_import_of_a_released_gpt_oss_has_the_exact_values(folder: Path, tmp_
     for name, x in expected.items():
         assert (found[name].dtype, found[name].tobytes()) == (x.dtype, x.tobytes()), name
     assert 'quantization_config' not in json.loads((tmp_path / 'out/config.json').read_text())
+
+
+@pytest.mark.parametrize(('dim', 'size'), [('X', 1), ('A', 8)])
+@pytest.mark.parametrize('name', ['layers.experts.up.weight', 'layers.experts.down.weight'])
+def test_a_shard_unpacks_its_own_values_alone(name: str, dim: str, size: int) -> None:
+    keys = json.loads((DATA / 'gpt_oss' / 'config.json').read_text())
+    model = ModelConfig(**read_family(keys, 'config.json')[1])
+    piece = huggingface_pieces(model, shapes_of(model), family='gpt_oss')[name][0]
+    (tensor,) = unpack(packed('x', piece.shape), 'here').values()
+    axis, at = dims_here(model)[name].index(dim), list(piece.at)
+    at[axis] = slice(size, 2 * size)
+    found, whole = tensor.unpack(box := piece.box(tuple(at))), np.asarray(tensor)
+    np.testing.assert_array_equal(found[box], whole[box])
+    places = np.arange(whole.size).reshape(whole.shape)
+    shard = piece.read(places).take(range(size, 2 * size), axis)
+    np.testing.assert_array_equal(np.sort(shard, None), np.sort(places[box], None))
 
 
 def test_adapters_may_belong_to_the_release(folder: Path, tmp_path: Path) -> None:

@@ -35,13 +35,24 @@ class Packed:
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         """Return the unpacked values."""
-        experts, inputs, outputs = self.shape
-        values = np.empty((experts, outputs, inputs), BFLOAT16)
+        return self.unpack(tuple(slice(0, size) for size in self.shape))
+
+    def unpack(self, box: tuple[slice, ...]) -> np.ndarray:
+        """Return an array of the tensor's shape in which the values of a box are unpacked.
+
+        The other values are undefined.
+        """
+        experts, inputs, outputs = box
+        count = slice(inputs.start // BLOCK, -(-inputs.stop // BLOCK))
+        whole = slice(count.start * BLOCK, count.stop * BLOCK)
+        values = np.empty((self.shape[0], self.shape[2], self.shape[1]), BFLOAT16)
         # Overflow gives infinity; an import then fails and names the tensor.
         with np.errstate(over='ignore'):
-            for value, block, scale in zip(values, self.blocks, self.scales, strict=True):
-                whole = _PAIRS[block].reshape(outputs, -1, BLOCK) * _FACTORS[scale][..., None]
-                value[...] = whole.reshape(outputs, inputs).astype(BFLOAT16)
+            for expert in range(experts.start, experts.stop):
+                pairs = _PAIRS[self.blocks[expert, outputs, count]]
+                factors = _FACTORS[self.scales[expert, outputs, count]]
+                unpacked = pairs.reshape(*factors.shape, BLOCK) * factors[..., None]
+                values[expert, outputs, whole] = unpacked.reshape(len(unpacked), -1)
         return values.swapaxes(1, 2)
 
 
