@@ -27,6 +27,7 @@ THREADS = min(8, os.cpu_count() or 1)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 READABLE_DTYPES = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
 STACKED = 'LΔΛⓁⒶX'  # dims of layers, of an encoder's layers, of DeepStack's mergers and of experts
+VOCABULARY = 'embedding.table', 'head'
 ALIGNMENT = 64  # bytes; a CPU device uses a block with this alignment without copying it
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -184,6 +185,7 @@ def check(
     """
     dtypes = {*READABLE_DTYPES, *(leaf.dtype for leaf in jax.tree.leaves(abstract))}
     expected = {piece.name: piece for group in pieces.values() for piece in group}
+    vocabulary = {piece.name for path in VOCABULARY for piece in pieces.get(path, ())}
     problems = []
     if missing := [name for name in expected if name not in weights]:
         problems.append(
@@ -200,9 +202,8 @@ def check(
             continue
         x = weights[name]
         if x.shape != piece.shape:
-            problems.append(
-                f'{of}: {name}: expected {piece.shape}, got {x.shape}{_fix(piece.shape, x.shape)}'
-            )
+            fix = _fix(piece.shape, x.shape) if name in vocabulary else ''
+            problems.append(f'{of}: {name}: expected {piece.shape}, got {x.shape}{fix}')
         if x.dtype not in dtypes:
             problems.append(
                 f'{of}: {name}: expected one of {", ".join(map(str, READABLE_DTYPES))}, '
@@ -213,8 +214,8 @@ def check(
 
 
 def _fix(expected: Shape, got: Shape) -> str:
-    padded = len(got) == len(expected) == 2 and got[1:] == expected[1:] and got[0] > expected[0]
-    return f'; if the other rows are padding, pass [:{expected[0]}]' if padded else ''
+    has_more = got[1:] == expected[1:] and got[0] > expected[0]
+    return f'; set model.vocab_size={got[0]}, or remove the rows of padding' if has_more else ''
 
 
 def check_finite(name: str, x: np.ndarray, *, of: str) -> None:

@@ -517,6 +517,13 @@ class TestDamage:
             'lm_head.weight: expected one of float32, float16, bfloat16, got int8',
         )
 
+    def test_more_rows_of_the_vocabulary_than_tokens(self) -> None:
+        names = 'model.embed_tokens.weight', 'lm_head.weight'
+        self.rewrite({name: np.zeros((56, 16), np.float32) for name in names})
+        self.refused(*(f'{name}: expected (50, 16), got (56, 16); set model.v' for name in names))
+        config = import_huggingface(self.folder, self.out, ['model.vocab_size=56'])
+        assert config.model.vocab_size == 56
+
     def test_an_index_that_is_wrong(self) -> None:
         self.copy('qwen3')
         index = json.loads((self.folder / INDEX).read_text())

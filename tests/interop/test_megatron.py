@@ -353,7 +353,7 @@ def test_every_wrong_name_and_shape_is_told_at_once() -> None:
     assert shapes == [
         (
             'Megatron weights: embedding.word_embeddings.weight: expected (128, 64), got (256, '
-            '64); if the other rows are padding, pass [:128]'
+            '64); set model.vocab_size=256, or remove the rows of padding'
         ),
         (
             'Megatron weights: decoder.layers.0.mlp.linear_fc2.weight: expected (64, 256), '
