@@ -270,7 +270,13 @@ OLD_SCALING = {'type': 'dynamic', 'factor': 2.0}
             'llama2',
             'quantization_config',
             {'bits': 4},
-            'quantization_config: {"bits": 4}: only null is supported',
+            'quantization_config: {"bits": 4}: quantized weights are not supported; import a model',
+        ),
+        (
+            'llama2',
+            'quantization_config',
+            {'quant_method': 'fp8'},
+            'quantization_config: {"quant_method": "fp8"}: weights quantized as "fp8" are not',
         ),
         (
             'llama2',

@@ -86,10 +86,16 @@ def _read_quantization(read: Reader, family: Family) -> None:
     key = 'quantization_config'
     value = read.get(key, None)
     method = value.get('quant_method') if isinstance(value, Mapping) else None
-    if value is None or method in family.packings:
+    if value is None or method in [*family.packings]:  # a method may be anything that JSON has
         return
-    methods = ''.join(f' or a quant_method of {json.dumps(name)}' for name in family.packings)
-    read.refuse(key, value, f'only null{methods} is supported')
+    kind = f'weights quantized as {shorten(json.dumps(method))}' if method else 'quantized weights'
+    methods = ''.join(f', only those as {json.dumps(name)}' for name in family.packings)
+    read.refuse(
+        key,
+        value,
+        f'{kind} are not supported{methods}; import a model that is not quantized, or dequantize '
+        'this one with transformers and save it',
+    )
 
 
 def read_config_json(folder: Path) -> tuple[str, Keys, list[str]]:
