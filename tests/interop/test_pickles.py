@@ -55,6 +55,13 @@ HOSTILE = {
     'no end': b'\x80\x02]' * 1000,
     'a call': b'\x80\x02cposix\nsystem\nX\x04\x00\x00\x00true\x85R.',
     'a call of data': b'\x80\x02X\x04\x00\x00\x00true)R.',
+    'a call through a tensor': b'\x80\x02ctorch._tensor\n_rebuild_from_type_v2\n(cposix\nsystem\n'
+    b'ctorch\nTensor\nX\x04\x00\x00\x00true\x85}tR.',
+    'a tensor that is not one': b'\x80\x02ctorch._tensor\n_rebuild_from_type_v2\n('
+    b'cargparse\nNamespace\nctorch\nTensor\n)}tR.',
+    'tensors in tensors': b'\x80\x02'
+    + b'ctorch._tensor\n_rebuild_from_type_v2\n(' * 2
+    + b'ctorch._utils\n_rebuild_tensor_v2\nctorch\nTensor\n)}tRctorch\nTensor\n)}tR.',
     'attributes of a type': b'\x80\x02ctorch\nSize\n}b.',
     'a registered extension': b'\x80\x02\x82\x01.',
     'nothing': b'',

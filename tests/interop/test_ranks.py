@@ -475,6 +475,31 @@ def test_torch_reads_what_is_written(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found['model']['a'].numpy(), arrays['a'])
 
 
+def test_a_tensor_with_attributes_is_read_without_them(tmp_path: Path) -> None:
+    path, x = tmp_path / 'x.pt', np.arange(4, dtype=np.float32)
+    write_file(path, {'a': x}, None)
+    with zipfile.ZipFile(path) as archive:
+        program = archive.read('archive/data.pkl')
+    call, end = b'ctorch._utils\n_rebuild_tensor_v2\n', b')RtR'
+    assert program.count(call) == program.count(end) == 1
+    program = program.replace(
+        call, b'ctorch._tensor\n_rebuild_from_type_v2\n(' + call + b'ctorch\nTensor\n'
+    ).replace(end, b')Rt}X\x0d\x00\x00\x00partition_dimK\x00stR')
+    write_zip(path, program, data=x.tobytes())
+    np.testing.assert_array_equal(load_torch(path)['model']['a'], x, strict=True)
+
+
+def test_torchs_tensors_and_parameters_with_attributes_are_read(tmp_path: Path) -> None:
+    torch = pytest.importorskip('torch', reason="torch is in the extra 'test-hf'")
+    tensors = [torch.arange(4.0), torch.nn.Parameter(torch.arange(4.0))]
+    for tensor in tensors:
+        tensor.partition_dim = 0
+    # as the optimizer of a run with 16-bit weights has them
+    torch.save({'optimizer': {'fp32_from_fp16_params': [tensors]}}, tmp_path / 'x.pt')
+    for x in load_torch(tmp_path / 'x.pt')['optimizer']['fp32_from_fp16_params'][0]:
+        np.testing.assert_array_equal(x, np.arange(4, dtype=np.float32), strict=True)
+
+
 class Call:
     """Pickles as the call of a function."""
 

@@ -45,6 +45,7 @@ INERT = frozenset(
         ('_io', 'BytesIO'),
         ('torch', 'device'),
         ('torch', 'Size'),
+        ('torch', 'Tensor'),
     }
     | {
         (f'numpy.{core}.multiarray', name)
@@ -220,9 +221,27 @@ def _rebuild_parameter(x: Any, *_: Any) -> Any:
     return x
 
 
+def _rebuild_with_attributes(
+    function: Any, _kind: Any, arguments: tuple[Any, ...], _attributes: Any
+) -> np.ndarray:
+    """Return a tensor that had Python attributes, such as Megatron's `partition_dim`, without them.
+
+    The pickle passes the function that makes the tensor. Only `_rebuild_tensor` is accepted, which
+    returns a view of the file or fails.
+    """
+    if function is not REBUILD_TENSOR:
+        raise ValueError(f'{type(function).__name__} is to make a tensor')
+    return _rebuild_tensor(*arguments)
+
+
+REBUILD_TENSOR = Call(_rebuild_tensor)
+# The functions that a pickle may call. Each returns a view of the file, its argument, or a new
+# container.
 CALLS = {
-    ('torch._utils', '_rebuild_tensor_v2'): Call(_rebuild_tensor),
+    ('torch._utils', '_rebuild_tensor_v2'): REBUILD_TENSOR,
     ('torch._utils', '_rebuild_parameter'): Call(_rebuild_parameter),
+    ('torch._utils', '_rebuild_parameter_with_state'): Call(_rebuild_parameter),
+    ('torch._tensor', '_rebuild_from_type_v2'): Call(_rebuild_with_attributes),
     ('collections', 'OrderedDict'): Call(lambda *_: {}),  # the items of the dict follow
     ('argparse', 'Namespace'): Call(Namespace),
     ('types', 'SimpleNamespace'): Call(Namespace),
