@@ -33,6 +33,8 @@ OPERATORS = {
     ast.Div: lambda a, b: int(a / b),
     ast.Mod: lambda a, b: a - b * int(a / b),
 }
+ARGUMENTS = '@'  # name of the variable with all arguments of a script or a function
+ARGUMENT = re.compile(r'[1-9]\d{0,3}|[@*#]')
 LARGEST, MAX_SUM = 2**53, 1000  # largest number, and most characters of a sum
 
 State = tuple[dict[str, list[str]], dict[str, str]]
@@ -119,21 +121,34 @@ class Variables:
         if not match:
             return [self.unknown(text, 'a rewriting of a variable')]
         name, every, default, instead = match.groups()
-        values = self.values.get(name)
+        is_argument = bool(ARGUMENT.fullmatch(name))
+        values = self._argument(name) if is_argument else self.values.get(name)
+        every = name if name in ('@', '*') else every
         if values is not None and (values != [''] or not default):
             return [' '.join(values)] if every == '*' else list(values if every else values[:1])
+        name = ARGUMENTS if is_argument else name
         if default and default[-1] != '?' and name not in self.reasons:
             self.depth += 1
             if self.depth > MAX_DEPTH:
                 raise ConfigError(f'{self.source}: {text:.80}: defaults are nested too deeply')
             values = [''.join(self.joined(piece) for piece in word_of(instead, self.source))]
             self.depth -= 1
-            if '=' in default:
+            if '=' in default and not is_argument:
                 self.values[name] = values
             return values
         is_argument = not re.match('[A-Za-z_]', name)
         why = 'an argument of the script' if is_argument else 'the text does not set it'
         return [self.unknown(text, self.reasons.get(name, why))]
+
+    def _argument(self, name: str) -> list[str] | None:
+        """Return the values of `$1`, `$@`, `$*` or `$#`; None if the arguments are not known."""
+        words = self.values.get(ARGUMENTS)
+        if words is None or name in ('@', '*'):
+            return words
+        index = len(words) if name == '#' else int(name) - 1
+        if any(OPEN in word for word in words[:index]):
+            return [self.unknown(f'${{{name}}}', 'an unknown value before it may be several words')]
+        return [str(index)] if name == '#' else words[index : index + 1] or ['']
 
     def _sum(self, text: str) -> list[str]:
         if len(text) > MAX_SUM:

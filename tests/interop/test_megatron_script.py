@@ -173,6 +173,12 @@ def test_what_only_a_shell_knows_is_named_with_the_way_out(
         'f() {\n if true; then\n  N=1; fi\n L=4\n}\nN=2',
         'f() { declare L=4; g; }\ng() { M=$L; }\nf',
         'A=(1)\n(A+=(2))\nL=${#A}${A[*]}\nL=${A[*]}', 'f() { L=4; if false; then f; fi; }\nf',
+        'f() { L=${1:-4}; M=$#; }\nf 5 6', 'f() { L=${1:-4}; }\nf', 'f() { L=4$1; }\nf',
+        'f() { g; }\ng() { L=${1:-4}; }\nf 5', 'f() { g 6; L=${1:-4}; }\ng() { M=${1:-4}; }\nf 5',
+        'f() { g "$@"; }\ng() { L=$1; M=$2; N="$*"; }\nf 5 "6 7" 8', 'f() { L=$2; }\nM=5 f $M 6',
+        'set -- 5\nL=${1:-4}', 'set -- 5 6\nf() { set -- 7; L=$1; }\nf 8\nM=$1',
+        '(set -- 5)\nL=${1:-4}',
+        'eval "set -- 5 6"\nL=$2',
         'for ((i=0; i<2; i++)); do :; done\n(L=4)', '[[ $L =~ (3|4) ]] && :\n(L=4)',
     ],
 )  # fmt: skip
@@ -194,6 +200,40 @@ def test_a_function_reads_the_variables_of_its_call() -> None:
         f'L=4\n{body}',
     ):
         assert words_of(text)[-2:] == ['--num-layers', '4']
+
+
+@pytest.mark.skipif(shutil.which('bash') is None, reason='bash is not installed')
+@pytest.mark.parametrize(
+    'text',
+    [
+        "bash -c 'echo pretrain.py ${1:-4} $2' _ 5", "L=5 bash -c 'echo pretrain.py $L'",
+        "env L=5 bash -c 'echo pretrain.py $L'", "set -- 5\nbash -c 'echo pretrain.py ${1:-4}'",
+    ],
+)  # fmt: skip
+def test_a_shell_has_its_own_arguments_and_variables(text: str) -> None:
+    done = subprocess.run(['bash', '-c', f'L=3\n{text}'], capture_output=True, text=True)
+    found = words_of(f'L=3\n{text}'.replace('echo', 'python'))
+    assert found[found.index('python') + 1 :] == done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ('text', 'message'),
+    [
+        ('f() { LAUNCH ${1:-4}; }', '${1:-4} is not in the text: the text does not call f'),
+        ('f() { LAUNCH ${2:-4}; }\nf $X 5', 'before it may be several words'),
+        ('f() { shift; LAUNCH ${1:-4}; }\nf 5 6', '`shift` in line 1 changes it'),
+        ('$X && set -- 5\nLAUNCH ${1:-4}', '`&&` in line 1 sets it'),
+        ('L=$(date)\nL=5 bash -c "LAUNCH $L"', '$(date) is not in the text: the output of a'),
+        ('L=5 bash -c "LAUNCH $L"', '$L is not in the text: line 1 sets it for one command'),
+        ('bash -c "LAUNCH $1" _ 5', '$1 is not in the text: an argument of the script'),
+        ('f() { LAUNCH $1; }\nf 4\nf 5', 'line 1 starts a program with different arguments'),
+    ],
+)
+def test_an_argument_that_is_not_known_has_no_default(
+    text: str, message: str, tmp_path: Path
+) -> None:
+    launch = f'torchrun pretrain_gpt.py {ARGUMENTS} --num-layers'
+    assert message in refused(text.replace('LAUNCH', launch), tmp_path)
 
 
 @pytest.mark.parametrize(

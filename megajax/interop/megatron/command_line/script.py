@@ -13,8 +13,10 @@ from typing import NamedTuple
 from megajax.core.config import ConfigError
 from megajax.interop.megatron.command_line.shell import Command, Word, commands_of
 from megajax.interop.shell_variables import (
+    ARGUMENTS,
     MAX_DEPTH,
     SETTERS,
+    UNKNOWN,
     State,
     Variables,
     plain,
@@ -71,16 +73,18 @@ def find_launch(text: str, source: str) -> Launch:
     except RecursionError as error:
         raise ConfigError(f'{source}: is nested too deeply; {WAY_OUT}') from error
     for name in [] if script.launches else [*script.functions]:
-        script.call(name, Command((), 0))
+        script.call(name, Command((), 0), None)
     launches = [each for each in script.launches if program_of(each[1]) is not None]
     named = [each for each in launches if 'pretrain' in each[1][program_of(each[1]) or 0]]
     if not launches:  # arguments without a program
         launches = [each for each in script.launches if each[1][0].startswith('-')]
     found = {tuple(words): line for line, words in named or launches}
     if len(found) != 1:
-        lines = ' and '.join(str(line) for line in sorted(found.values()))
+        lines = sorted(set(found.values()))
         what = (
-            f'lines {lines} each start a program'
+            f'lines {" and ".join(map(str, lines))} each start a program'
+            if len(lines) > 1
+            else f'line {lines[0]} starts a program with different arguments'
             if found
             else 'no command in it starts pretrain_gpt.py or pretrain_bert.py; if another script '
             'does, give that one'
@@ -149,12 +153,22 @@ class _Script(Variables):
         elif frame.is_apart or command.after in ('|', '|&', '&'):
             self.restore(frame.state)
 
-    def call(self, name: str, command: Command, assigned: Sequence[Word] = ()) -> None:
-        """Read the body of a function where it is called, with the variables set for this call."""
+    def call(
+        self,
+        name: str,
+        command: Command,
+        arguments: list[str] | None,
+        assigned: Sequence[Word] = (),
+    ) -> None:
+        """Read the body of a function where it is called, with the variables set for this call.
+
+        The arguments are None if the text does not call the function.
+        """
         if name in self.called[len(self.called) - len(self._locals) :]:
             return  # a function that calls itself
         self.called.append(name)
-        self._locals.append({})
+        self._locals.append({ARGUMENTS: (self.values.get(ARGUMENTS), self.reasons.get(ARGUMENTS))})
+        self._set_arguments(arguments, f'the text does not call {name}')
         if command.is_conditional:
             self._begin(command, '&&')
         for word in assigned:
@@ -169,6 +183,12 @@ class _Script(Variables):
                 del self.reasons[variable]
             if value is not None:
                 self.values[variable] = value
+
+    def _set_arguments(self, arguments: list[str] | None, reason: str) -> None:
+        self.forget(ARGUMENTS, reason)
+        if arguments is not None:
+            self.values[ARGUMENTS] = arguments
+            del self.reasons[ARGUMENTS]
 
     def _set_locally(self, word: Word) -> None:
         if self._locals and (name := word.name or word.text):
@@ -234,8 +254,14 @@ class _Script(Variables):
             reason = f'`{program}` in line {command.line} changes it'
             self.forget_set(program, ' '.join(expanded[1:]), reason)
         if program in self.functions:
-            self.call(program, command, [word for word in words if word.name])
+            arguments = expanded[expanded.index(program) + 1 :]
+            self.call(program, command, arguments, [word for word in words if word.name])
             return
+        if program == 'set' and '--' in (texts := [word.text for word in words]):
+            new = tuple(words[texts.index('--') + 1 :])
+            self._assign(command, Word((), ARGUMENTS, elements=new))
+        elif program == 'shift' and ARGUMENTS in self.values:
+            self.forget(ARGUMENTS, f'`shift` in line {command.line} changes it')
         if program is None or program in PASSIVE or program in SETTERS:
             return
         inner = next(
@@ -251,9 +277,7 @@ class _Script(Variables):
         if program == 'eval':
             self._run_inner(command, [], ' '.join(map(plain, expanded[1:])))
         elif inner is not None:
-            state = self.state()
-            self._run_inner(command, expanded[: inner - 1], plain(expanded[inner + 1]))
-            self.restore(state)
+            self._run_shell(command, words, expanded, inner)
         elif program.startswith('-'):
             if self.launches and not command.is_conditional:
                 self.launches[-1][1].extend(expanded)  # the line before lacks a backslash
@@ -261,6 +285,23 @@ class _Script(Variables):
                 self.launches.append((command.line, expanded))
         elif program_of(expanded) is not None:
             self.launches.append((command.line, expanded))
+
+    def _run_shell(
+        self, command: Command, words: Sequence[Word], expanded: list[str], option: int
+    ) -> None:
+        """Read the text after `-c`, the word with index `option`, with its own variables."""
+        state, text = self.state(), expanded[option + 1]
+        names = [word for word in words if word.name]
+        if UNKNOWN.search(text):  # a variable in it may be the outer shell's
+            self._set_arguments(None, 'an argument of the script')
+            for word in names:
+                self.forget(word.name or '', f'line {command.line} sets it for one command')
+        else:
+            for word in names:
+                self._assign(command, word)
+            self._set_arguments(expanded[option + 3 :], '')
+        self._run_inner(command, expanded[: option - 1], plain(text))
+        self.restore(state)
 
     def _run_inner(self, command: Command, before: list[str], text: str) -> None:
         """Read the text that a command passes to a different shell."""
