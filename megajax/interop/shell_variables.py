@@ -34,6 +34,8 @@ OPERATORS = {
     ast.Mod: lambda a, b: a - b * int(a / b),
 }
 ARGUMENTS = '@'  # name of the variable with all arguments of a script or a function
+ANY = '*'  # key of the reason why every variable without a value is unknown
+ELEMENT = re.compile(r'([A-Za-z_]\w*)\[[^]]*\]\+?=')
 ARGUMENT = re.compile(r'[1-9]\d{0,3}|[@*#]')
 LARGEST, MAX_SUM = 2**53, 1000  # largest number, and most characters of a sum
 
@@ -73,6 +75,25 @@ class Variables:
         """Make a variable unknown."""
         self.values.pop(name, None)
         self.reasons[name] = reason
+
+    def forget_all(self, reason: str) -> None:
+        """Make every variable unknown until it is set again."""
+        for name in self.values.keys() - {ARGUMENTS}:
+            self.forget(name, reason)
+        self.reasons[ANY] = reason
+
+    def forget_element(self, text: str, line: int) -> bool:
+        """Forget an array if a word sets an element of it; return whether it does."""
+        if element := ELEMENT.match(text):
+            self.forget(element[1], f'line {line} sets an element of it')
+        return bool(element)
+
+    def set_arguments(self, arguments: list[str] | None, reason: str) -> None:
+        """Set the arguments of a function or a shell; with None, they are unknown."""
+        self.forget(ARGUMENTS, reason)
+        if arguments is not None:
+            self.values[ARGUMENTS] = arguments
+            del self.reasons[ARGUMENTS]
 
     def forget_set(self, program: str, text: str, reason: str) -> bool:
         """Forget the variables that a command changes; return whether there are any."""
@@ -126,8 +147,8 @@ class Variables:
         every = name if name in ('@', '*') else every
         if values is not None and (values != [''] or not default):
             return [' '.join(values)] if every == '*' else list(values if every else values[:1])
-        name = ARGUMENTS if is_argument else name
-        if default and default[-1] != '?' and name not in self.reasons:
+        reason = self.reasons.get(ARGUMENTS) if is_argument else self._reason(name)
+        if default and default[-1] != '?' and reason is None:
             self.depth += 1
             if self.depth > MAX_DEPTH:
                 raise ConfigError(f'{self.source}: {text:.80}: defaults are nested too deeply')
@@ -138,7 +159,7 @@ class Variables:
             return values
         is_argument = not re.match('[A-Za-z_]', name)
         why = 'an argument of the script' if is_argument else 'the text does not set it'
-        return [self.unknown(text, self.reasons.get(name, why))]
+        return [self.unknown(text, why if reason is None else reason)]
 
     def _argument(self, name: str) -> list[str] | None:
         """Return the values of `$1`, `$@`, `$*` or `$#`; None if the arguments are not known."""
@@ -149,6 +170,10 @@ class Variables:
         if any(OPEN in word for word in words[:index]):
             return [self.unknown(f'${{{name}}}', 'an unknown value before it may be several words')]
         return [str(index)] if name == '#' else words[index : index + 1] or ['']
+
+    def _reason(self, name: str) -> str | None:
+        """Return why a variable is unknown; None if it is known, or if the text never sets it."""
+        return None if name in self.values else self.reasons.get(name, self.reasons.get(ANY))
 
     def _sum(self, text: str) -> list[str]:
         if len(text) > MAX_SUM:

@@ -1,5 +1,6 @@
 """A script is read as far as its text goes, and the rest is named with a way out."""
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -214,6 +215,42 @@ def test_a_shell_has_its_own_arguments_and_variables(text: str) -> None:
     done = subprocess.run(['bash', '-c', f'L=3\n{text}'], capture_output=True, text=True)
     found = words_of(f'L=3\n{text}'.replace('echo', 'python'))
     assert found[found.index('python') + 1 :] == done.stdout.split()
+
+
+@pytest.mark.parametrize('variable', ['$L', '${L:-3}', '${M:-3}'])
+@pytest.mark.parametrize(
+    'change',
+    ['source x.sh', '. ./x.sh 4', 'source $DIR/x.sh', 'export $(grep -v "^#" .env | xargs)',
+     'while read k v; do\nexport "$k=$v"; done < .env', 'eval $(python config.py)',
+     'eval "$(cat x)"', '[ -f x.sh ] && . x.sh', 'f() { source x.sh; }\nf'],
+)  # fmt: skip
+def test_a_text_that_is_not_seen_may_set_every_variable(
+    variable: str, change: str, tmp_path: Path
+) -> None:
+    launch = f'torchrun --nproc_per_node 8 pretrain_gpt.py {ARGUMENTS} --num-layers'
+    text = f'L=3\n{change}\n{launch} {variable}'
+    assert re.search(r'is not in the text: `.*` in line \d may set it', refused(text, tmp_path))
+    again = f'{change}\nL=\nM=3\n{launch} {variable}'
+    assert 'num_layers: 3' in converted(again.replace('L=', 'L=3'), tmp_path)
+
+
+@pytest.mark.parametrize(
+    'kept',
+    ['source venv/bin/activate', 'source ~/.bashrc', '. /etc/profile.d/modules.sh',
+     'eval "$(conda shell.bash hook)"', 'source activate megatron', '(source x.sh)', 'A[0]=4',
+     'export "A=$X" "L=3" -n', 'eval "A=$X"', 'export "A=$X"\nexport A', 'source x.sh | cat'],
+)  # fmt: skip
+def test_a_text_that_sets_no_other_variable_changes_none(kept: str, tmp_path: Path) -> None:
+    launch = f'torchrun --nproc_per_node 8 pretrain_gpt.py {ARGUMENTS} --num-layers'
+    for variable in ('$L', '${M:-3}'):
+        assert 'num_layers: 3' in converted(f'L=3\n{kept}\n{launch} {variable}', tmp_path)
+
+
+def test_an_array_whose_element_is_set_is_not_known(tmp_path: Path) -> None:
+    launch = f'torchrun --nproc_per_node 8 pretrain_gpt.py {ARGUMENTS} ${{A[@]}}'
+    for change in ('A[1]=4', 'A["1"]=4', 'A[$i]+=4', 'declare A[1]=4'):
+        said = refused(f'A=(--num-layers 3)\n{change}\n{launch}', tmp_path)
+        assert '${A[@]}: its value is not in the text: line 2 sets an element of it' in said
 
 
 @pytest.mark.parametrize(

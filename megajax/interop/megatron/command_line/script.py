@@ -7,7 +7,7 @@ an argument of the script. Imports no jax.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from megajax.core.config import ConfigError
@@ -35,6 +35,13 @@ PASSIVE = frozenset(
     echo printf cat cp mv rm ls ln cd mkdir touch chmod find source . [ [[ test : grep sed awk head
     tail tee return exit set trap for case wget curl git pip sbatch
     """.split()  # noqa: SIM905
+)
+# Files for `source` and programs for `eval` that set the variables of an environment, not those of
+# a training.
+ENVIRONMENT = re.compile(
+    r'(.*/)?(activate|\.?bashrc|\.(bash_)?profile|conda\.sh|setvars\.sh)(\s.*)?|/(etc|usr)/.*'
+    r'|.*[$`].*\b(conda|mamba|micromamba|pyenv|ssh-agent|modulecmd)\b.*',
+    re.DOTALL,
 )
 PROGRAM = re.compile(r'.*\.py')
 WAY_OUT = 'put `echo` before the command, run the script, and give its output'
@@ -168,7 +175,7 @@ class _Script(Variables):
             return  # a function that calls itself
         self.called.append(name)
         self._locals.append({ARGUMENTS: (self.values.get(ARGUMENTS), self.reasons.get(ARGUMENTS))})
-        self._set_arguments(arguments, f'the text does not call {name}')
+        self.set_arguments(arguments, f'the text does not call {name}')
         if command.is_conditional:
             self._begin(command, '&&')
         for word in assigned:
@@ -183,12 +190,6 @@ class _Script(Variables):
                 del self.reasons[variable]
             if value is not None:
                 self.values[variable] = value
-
-    def _set_arguments(self, arguments: list[str] | None, reason: str) -> None:
-        self.forget(ARGUMENTS, reason)
-        if arguments is not None:
-            self.values[ARGUMENTS] = arguments
-            del self.reasons[ARGUMENTS]
 
     def _set_locally(self, word: Word) -> None:
         if self._locals and (name := word.name or word.text):
@@ -215,13 +216,29 @@ class _Script(Variables):
         elif first == 'for' and len(words) > 1 and words[1].text:
             self.forget(words[1].text, f'`for` in line {command.line} sets it')
         elif words and (first in DECLARE or all(word.name for word in words)):
-            for word in words:
+            for word in self._declared(command, words) if first in DECLARE else words:
                 if first in ('local', 'declare', 'typeset'):
                     self._set_locally(word)
                 if word.name:
                     self._assign(command, word)
         elif words and first not in (*BEGIN, 'function'):
             self._simple(command, words)
+
+    def _declared(self, command: Command, words: Sequence[Word]) -> Iterator[Word]:
+        """Yield the words of `export` and the like; a text such as "$NAME=4" is an assignment."""
+        for word in words:
+            if word.name:
+                yield word
+                continue
+            for text in self.expand(word.parts):
+                if self.forget_element(text, command.line):
+                    continue
+                if match := ASSIGNMENT.match(text):
+                    yield Word((text[match.end() :],), match[0][:-1])
+                elif UNKNOWN.search(text):
+                    self.forget_all(f'`{words[0].text}` in line {command.line} may set it')
+                else:
+                    yield Word((text,))
 
     def _assign(self, command: Command, word: Word) -> None:
         name, value = word.name or '', self._elements(word)
@@ -247,6 +264,8 @@ class _Script(Variables):
     def _simple(self, command: Command, words: Sequence[Word]) -> None:
         """Read a command that is neither an assignment nor a part of a branch."""
         expanded = [part for word in words for part in self.expand(word.parts, word.name)]
+        if expanded and self.forget_element(expanded[0], command.line):
+            return
         program = next((word for word in expanded if not ASSIGNMENT.match(word)), None)
         if program == 'printf' and '-v' in expanded:
             program = 'printf -v'
@@ -262,6 +281,11 @@ class _Script(Variables):
             self._assign(command, Word((), ARGUMENTS, elements=new))
         elif program == 'shift' and ARGUMENTS in self.values:
             self.forget(ARGUMENTS, f'`shift` in line {command.line} changes it')
+        elif program in ('source', '.', 'eval'):
+            new = ' '.join(expanded[expanded.index(program) + 1 :])
+            is_seen = program == 'eval' and not UNKNOWN.match(new)
+            if not is_seen and not ENVIRONMENT.fullmatch(plain(new)):
+                self.forget_all(f'`{program}` in line {command.line} may set it')
         if program is None or program in PASSIVE or program in SETTERS:
             return
         inner = next(
@@ -293,13 +317,13 @@ class _Script(Variables):
         state, text = self.state(), expanded[option + 1]
         names = [word for word in words if word.name]
         if UNKNOWN.search(text):  # a variable in it may be the outer shell's
-            self._set_arguments(None, 'an argument of the script')
+            self.set_arguments(None, 'an argument of the script')
             for word in names:
                 self.forget(word.name or '', f'line {command.line} sets it for one command')
         else:
             for word in names:
                 self._assign(command, word)
-            self._set_arguments(expanded[option + 3 :], '')
+            self.set_arguments(expanded[option + 3 :], '')
         self._run_inner(command, expanded[: option - 1], plain(text))
         self.restore(state)
 
