@@ -159,6 +159,9 @@ def test_what_only_a_shell_knows_is_named_with_the_way_out(
     [
         '(L=4)', '( L=4; M=5 ) > x', '(L=4; (M=5); N=6)', 'if true; then (L=4); fi',
         '(\nL=4\ncase $L in a) M=5 ;; (b) N=6 ;; esac\n)\nM=8', 'A=(L=4 5)\nM=7',
+        'case $L in (3) L=4; M=5; esac\nL=6; M=7', 'true x; (L=4)',
+        'f() { g() { L=4; }; }\nf\nL=5\ng',
+        'shopt -s extglob\nls @(x|y); L=4',
         'L=4 | cat', 'echo 4 | read L', 'L=4 &', '{ L=4; M=5; } | cat', '{ L=4; } &',
         'echo 4 | while read x; do L=$x; done', 'for M in 5 6; do L=4; done | cat',
         'echo 4 |\n{ read L; M=5; }', '{ L=4; M=$L; }', '{ L=4\n}\n(M=$L)\nN=$L',
@@ -300,6 +303,21 @@ def test_a_variable_that_a_command_changes_is_not_known(change: str, tmp_path: P
 )
 def test_a_script_without_one_launch_is_refused(text: str, message: str, tmp_path: Path) -> None:
     assert message in refused(text, tmp_path)
+
+
+@pytest.mark.parametrize(
+    'quoted',
+    [
+        '--num-experts 4 --moe-layer-freq "([0]*1+[1]*1)"', '--window-size "(127,0)"',
+        '--num-experts 4 --moe-layer-freq="([0]*1)+([1] * 1)" --moe-router-topk 3',
+        '--num-experts 4 --disable-bias-linear --moe-layer-freq "(([1]*1)*2)"',
+    ],
+)  # fmt: skip
+def test_what_echo_prints_is_read_as_what_it_was_given(quoted: str, tmp_path: Path) -> None:
+    for text in (f'torchrun pretrain_gpt.py {ARGUMENTS} {quoted}', f'{quoted} {ARGUMENTS}'):
+        expected = converted(text, tmp_path)
+        assert converted(text.replace('"', ''), tmp_path) == expected
+        assert converted(f'echo begin :(\n{text}'.replace('"', ''), tmp_path) == expected
 
 
 def test_a_placeholder_is_named(tmp_path: Path) -> None:

@@ -65,6 +65,8 @@ NAME = re.compile(r'\$(?:\w+|[@*#?$!-])')
 PLAIN = re.compile(r'[^\s\\\'"$`;&|()<>#]+|#')
 # Words after which an opening bracket may follow.
 BEFORE_SUBSHELL = {'if', 'then', 'else', 'elif', 'while', 'until', 'do', '{', '!', '(', ')'}
+# `([0]*3+[1]*58)` on one line, which `echo` prints without its quotes.
+BRACKETS = re.compile(r'\((?:[^()\n]|\([^()\n]*\))*\)')
 CLOSING = {'(': ')', '{': '}'}
 
 
@@ -154,15 +156,32 @@ class _Scanner:
         is_function = texts[-2:-1] == ['function']
         if separator == '\n':
             return is_function
-        is_first = all(text in BEFORE_SUBSHELL for text in texts)
-        if separator != '(' or not (is_first or is_function or set(texts[:-1]) <= BEFORE_SUBSHELL):
+        if separator != '(':
             return False
+        is_first = all(text in BEFORE_SUBSHELL for text in texts)
+        last = (texts[-1] if texts else None) or ''
+        is_name = set(texts[-2:-1]) <= BEFORE_SUBSHELL and not last.startswith('-')
+        if not (is_first or is_function or is_name):
+            return last != 'in' and self._add_brackets(words)
         if not is_first and self._match(re.compile(r'\s*\)\s*')):
             words[-1:] = words[-1:] if is_function else [Word(('function',)), words[-1]]
             return True
         if is_first or is_function:
             words.append(Word(('(',)))
         return is_first or is_function
+
+    def _add_brackets(self, words: list[Word]) -> bool:
+        """Add a text in brackets that bash would reject; return whether it ends on its line."""
+        start = self.at - 1
+        if match := BRACKETS.match(self.text, start):
+            self.at = match.end()
+            rest, _ = self._parts()
+            if self.text[start - 1] in ' \t\n':
+                words.append(Word((match[0], *rest), is_quoted=True))
+            else:
+                parts = (*words[-1].parts, match[0], *rest)
+                words[-1] = words[-1]._replace(parts=parts, is_quoted=True)
+        return bool(match)
 
     def _skip_blanks(self) -> None:
         self._match(re.compile(r'(?:[ \t\r]|\\\r?\n)+'))
