@@ -45,6 +45,7 @@ READ = {
     SIGMOID + '--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4':
         {'scores': 'sigmoid', 'selection_bias': True, 'balance_loss': 1e-4,
          'balance_over': 'sequence'},
+    '--moe-router-load-balancing-type global_aux_loss': {},
     '--moe-z-loss-coeff 1e-3': {'z_loss': 1e-3},
     '--moe-expert-capacity-factor 1.5 --moe-token-drop-policy position --micro-batch-size 1 '
     '--moe-pad-expert-input-to-capacity': {'capacity': 1.5, 'capacity_group': 16},

@@ -175,9 +175,10 @@ def _written(
 def _with_notes(line: Line, config: Config, keys: Sequence[str]) -> Iterator[str]:
     """Yield the keys, with notes before some of them."""
     notes = {}
-    if line.get('moe_router_load_balancing_type') == 'global_aux_loss' and config.mesh.data > 1:
+    is_global = line.get('moe_router_load_balancing_type') == 'global_aux_loss'
+    if is_global and (coefficient := line.get('moe_aux_loss_coeff')) and config.mesh.data > 1:
         notes['    balance_loss:'] = (
-            f'This is {line.get("moe_aux_loss_coeff"):g} / {config.mesh.data}: Megatron-LM divides '
+            f'This is {coefficient:g} / {config.mesh.data}: Megatron-LM divides '
             'the gradient of global_aux_loss by the number of data-parallel ranks.'
         )
     if config.model.attention_dropout:
