@@ -570,8 +570,9 @@ def test_what_muon_computes_differently_is_said_before_its_key() -> None:
 
 
 def test_arguments_of_muon_have_no_meaning_for_adam() -> None:
-    text = convert(SMALL + '--muon-momentum 0.8')
-    assert '--muon-momentum 0.8' in text.partition('Without a meaning here:')[2]
+    for added in ('--muon-momentum 0.8', '--muon-no-split-qkv', '--muon-nesterov'):
+        text = convert(SMALL + added)
+        assert added in text.partition('Without a meaning here:')[2]
 
 
 @pytest.mark.parametrize(

@@ -108,8 +108,8 @@ def read_line(words: Sequence[str], *, world_size: int | None = None) -> Line:
             if not any(UNKNOWN.search(value) for value in values) or not _is_known(name):
                 problems.append(str(error))
         else:
-            key, arguments[name] = SETS.get(name, (name, value)) if value else (name, value)
-            arguments[key], spelled[key] = arguments[name], shown
+            key, value = SETS.get(name, (name, value)) if value else (name, value)
+            arguments[key], spelled[key] = value, shown
             faulty.discard(name)
     is_read = {
         'moe_': arguments.get('num_experts'),
