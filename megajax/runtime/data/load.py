@@ -20,6 +20,7 @@ from megajax.runtime.data.corpus_tokenizer import (
 from megajax.runtime.data.image_rows import EmptySlots
 from megajax.runtime.data.image_text.chat import Template
 from megajax.runtime.data.image_text.load import (
+    check_unused_images,
     keeps_documents,
     load_image_text,
     read_training_texts,
@@ -114,20 +115,18 @@ def _load_files(config: Config, template: Template | None, kept: KeptTokens | No
     if config.data.chat_template is not None:
         message = 'is for JSON lines with messages, and the corpus has none; remove it'
         raise mistake('data.chat_template', message, *CORPUS)
+    if config.vision is not None and not prefixes:
+        check_unused_images(config.data.corpus)
     data = _load_pairs(config, prefixes) if prefixes else _load_text(config, kept)
     if config.vision is None:
         return data
     check_image_token(config, data.tokenizer)
     shape = row_shape(config)
     train, validation = (EmptySlots(batches, shape) for batches in (data.train, data.validation))
+    data = replace(data, train=train, validation=validation)
     if (of_text := data.train_of) is None:
-        return replace(data, train=train, validation=validation)
-    return replace(
-        data,
-        train=train,
-        validation=validation,
-        train_of=lambda num_samples: EmptySlots(of_text(num_samples), shape),
-    )
+        return data
+    return replace(data, train_of=lambda num_samples: EmptySlots(of_text(num_samples), shape))
 
 
 def _load_pairs(config: Config, prefixes: Sequence[str]) -> Data:

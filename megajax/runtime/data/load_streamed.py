@@ -109,7 +109,7 @@ def _split(config: Config, inputs: Mapping[str, Input]) -> tuple[Shares, np.ndar
         messages='use data.order=stateless to train on chats',
         images=FIXES.images
         if config.vision is None
-        else 'use data.order=stateless to train on images, or remove "images"',
+        else 'use data.order=stateless to train on images, or remove the images',
     )
     shares = Shares(inputs, fixes)
     if not len(shares):

@@ -13,13 +13,9 @@ from megajax.runtime.data.image_text.chat import Chat, Message
 from megajax.runtime.data.image_text.documents import FileDocument
 from megajax.runtime.data.image_text.fit import check_pictures
 from megajax.runtime.data.image_text.lines import content_of
-from megajax.runtime.data.image_text.turns import (
-    MARKER,
-    Vocabulary,
-    end_of_turn,
-    pieces_of_prompt,
-)
+from megajax.runtime.data.image_text.turns import Vocabulary, end_of_turn, pieces_of_prompt
 from megajax.runtime.data.images import read_size
+from megajax.runtime.data.sources.image_keys import MARKER
 from megajax.runtime.data.synthetic_corpus import document_row_shape
 from megajax.runtime.generate.continuation import Continuation
 from megajax.runtime.generate.generator import Generator, Request

@@ -10,7 +10,7 @@ from flax import nnx
 
 from megajax.core.config import Config, ConfigError
 from megajax.runtime.data import Tokenizer
-from megajax.runtime.data.image_text.turns import MARKER
+from megajax.runtime.data.sources.image_keys import MARKER
 from megajax.runtime.data.text.corpus import Document, naming_lines
 from megajax.runtime.generate.continuation import Continuation
 from megajax.runtime.generate.engine import NO_TOKEN, Start, engine

@@ -11,7 +11,7 @@ from flax import nnx
 from megajax.core.config import Config, mistake
 from megajax.core.config.one_dimensional import one_dimensional
 from megajax.runtime.data import Tokenizer
-from megajax.runtime.data.image_text.turns import MARKER
+from megajax.runtime.data.sources.image_keys import MARKER
 from megajax.runtime.generate import Generator, Request, encode_prompts
 from megajax.runtime.generate.weights import make_one_dimensional
 from megajax.runtime.run.log.metrics import JsonLines

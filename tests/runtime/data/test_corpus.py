@@ -252,6 +252,22 @@ def test_a_text_corpus_leaves_out_no_images(tmp_path: Path) -> None:
         texts(tmp_path)
 
 
+@pytest.mark.parametrize('image', ['a.png', {'bytes': None, 'path': 'a.png'}])
+@pytest.mark.parametrize('name', ['a.jsonl', 'a.parquet'])
+def test_placeholders_of_images_under_another_key_are_no_text(
+    tmp_path: Path, name: str, image: object
+) -> None:
+    for text in ('A cat', 'A cat <image>'):
+        if name == 'a.parquet':
+            write_parquet(tmp_path / name, text=[text], image=[image])
+        else:
+            (tmp_path / name).write_text(json.dumps({'text': text, 'image': image}))
+        if text == 'A cat':
+            assert texts(tmp_path) == [text]
+    with pytest.raises(ConfigError, match=r'has 1 images, .*use a model with a vision section'):
+        texts(tmp_path)
+
+
 def write_parquet(path: Path, **columns: list[object]) -> None:
     pyarrow = pytest.importorskip('pyarrow')
     from pyarrow import parquet

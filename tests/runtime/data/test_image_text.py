@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -302,6 +304,52 @@ def test_no_message_can_write_a_special_token(
         '<|image_pad|>': 0,
     }.items():
         assert (document.tokens == special[name]).sum() == count
+
+
+@pytest.mark.parametrize(
+    'line',
+    [
+        {'file_name': 'a.png'},
+        {'image': 'a.png', 'id': 'b.png.txt'},
+        {'image_file_names': ['a.png', 'b.png']},
+        {'left image': 'a.png', 'right': 'b.JPEG'},
+        {'image': {'bytes': 'x', 'path': 'a.png'}},
+    ],
+)
+def test_images_under_another_key_are_not_left_out(folder: Path, line: dict[str, object]) -> None:
+    shutil.copy(folder / 'b.png', folder / 'b.JPEG')
+    for text in ('a cat', '<image>' * 2 if len(line) > 1 or 'image_file_names' in line else 'a'):
+        path = write(folder, {'text': text, **line}, name='metadata.jsonl')
+        with pytest.raises(ConfigError, match=rf'{path}:1: names images under .*"images"'):
+            documents(path)
+
+
+@pytest.mark.skipif(shutil.which('jq') is None, reason='jq is not installed')
+@pytest.mark.parametrize('text', ['a', '<image> and <image>'])
+@pytest.mark.parametrize('keys', [{'files': ['a.png', 'b.png']}, {'x y': 'a.png', 'z': 'b.png'}])
+def test_the_command_for_images_under_another_key_writes_documents_with_them(
+    folder: Path, text: str, keys: dict[str, object]
+) -> None:
+    lines = [{'text': text, **keys}] + [{'text': 'b', **dict.fromkeys(keys)}] * (text == 'a')
+    path = write(folder, *lines)
+    with pytest.raises(ConfigError) as found:
+        documents(path)
+    command = str(found.value).rpartition('"images": ')[2]
+    command = command.replace('OLD', str(path)).replace('NEW', str(folder / 'new'))
+    subprocess.run(['sh', '-c', command], check=True)
+    first, *others = documents(folder / 'new.jsonl')
+    assert [image.name for image in first.paths] == ['a.png', 'b.png']
+    assert [len(other.paths) for other in others] == [0] * (len(lines) - 1)
+
+
+def test_text_next_to_a_name_that_is_not_an_image_is_text(folder: Path) -> None:
+    for line in (
+        {'file_name': 'a.py', 'url': 'https://a.org/a.png'},
+        {'image': 'a.png', 'images': []},
+        {'image': None},
+    ):
+        (document,) = documents(write(folder, {'text': 'a', **line}))
+        assert not document.paths
 
 
 def test_a_picture_that_breaks_off_is_refused_when_its_row_is_read_ahead(folder: Path) -> None:

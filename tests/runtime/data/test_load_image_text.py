@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -109,6 +111,35 @@ def test_of_a_folder_with_json_lines_no_other_text_is_read(folder: Path) -> None
     write(folder, *[{'text': 'a line'}] * 2)
     (folder / 'README.md').write_text('about them')
     assert load_data(config(folder, split='100,0,0')).summary.startswith('2 documents')
+
+
+def test_captions_in_files_next_to_their_images_are_refused_with_the_command_that_joins_them(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / 'more').mkdir()
+    (folder / 'b.png').rename(folder / 'more/b.png')
+    for name in ('a', 'more/b'):
+        (folder / f'{name}.txt').write_text(f'the color of {name} ' * 2)
+        (folder / f'{name}.json').write_text('{"caption": "a"}')
+    with pytest.raises(ConfigError, match=r'data.corpus: .* has an image for 4 of its') as found:
+        load_data(config(folder, split='100,0,0'))
+    command = str(found.value).rpartition('in the folder: ')[2]
+    command = command.replace('python -c', f'{sys.executable} -c')
+    subprocess.run(['sh', '-c', command], check=True, cwd=folder)
+    data = load_data(config(folder, split='100,0,0'))
+    assert data.summary.startswith('2 documents with 2 images')
+    assert 'are not used' not in caplog.text
+
+
+@pytest.mark.parametrize('name', ['data.jsonl', 'text.txt'])
+def test_images_that_no_line_names_are_counted_in_a_warning(
+    folder: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(folder, *['a line' if name == 'text.txt' else {'text': 'a line'}] * 20, name=name)
+    load_data(text_config(folder))
+    assert 'are not used' not in caplog.text
+    load_data(config(folder))
+    assert 'no line names an image, so the 2 images of the folder are not used' in caplog.text
 
 
 def test_a_chat_template_writes_the_turns(folder: Path, tmp_path: Path) -> None:

@@ -15,13 +15,13 @@ from typing import Any, NoReturn
 
 from megajax.runtime.data.image_text.chat import Chat, Message, Request, are_parts
 from megajax.runtime.data.image_text.turns import (
-    MARKER,
     VISION,
     Vocabulary,
     pieces_of_chat,
     refuse,
     short,
 )
+from megajax.runtime.data.sources.image_keys import MARKER, as_images, image_keys
 from megajax.runtime.data.sources.shapes import as_messages
 from megajax.runtime.data.text.pieces import Piece
 
@@ -71,6 +71,10 @@ def pieces_of_text(line: dict[str, Any], vocabulary: Vocabulary, place: str) -> 
     if not isinstance(text, str):
         refuse(place, f'"text" is {short(text)}, not a text')
     _check(text, place)
+    if vocabulary.sees and 'images' not in line and (keys := image_keys(line)):
+        fault = f'names images under {short(", ".join(keys))}, which is not read'
+        fix = 'give "images": [] to train on the text alone, or '
+        refuse(place, fault, fix + as_images(line, keys, place))
     texts = text.split(MARKER) if vocabulary.sees else [text]
     if len(texts) - 1 != len(images):
         _unequal(len(texts) - 1, images, place)

@@ -5,10 +5,11 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 
+from megajax.base.render.text import typed
 from megajax.core.config import Config, ConfigError, mistake
 from megajax.runtime.data.batches import Batch, Batches, Order
 from megajax.runtime.data.image_rows import RowShape
@@ -23,6 +24,7 @@ from megajax.runtime.data.image_text.documents import FileDocument, read_documen
 from megajax.runtime.data.image_text.fit import check_fit
 from megajax.runtime.data.image_text.lines import spelled
 from megajax.runtime.data.image_text.turns import Vocabulary, end_of_turn
+from megajax.runtime.data.sources.image_keys import is_image
 from megajax.runtime.data.sources.objects import read_objects
 from megajax.runtime.data.synthetic_corpus import NO_TOKEN, PICTURES
 from megajax.runtime.data.text.corpus import Document, copies_warning, split_documents
@@ -31,6 +33,12 @@ from megajax.runtime.data.text.tokenizer import Tokenizer
 from megajax.runtime.data.token_pairs import has_tokens
 
 Row = Sequence[FileDocument]
+# The program that writes the images of a folder, and their captions, as JSON lines.
+CAPTIONS = (
+    "import json, pathlib; [print(json.dumps({{'text': '<image>' + "
+    "image.with_suffix('{text}').read_text('utf-8'), 'images': [str(image)]}})) "
+    "for image in sorted(pathlib.Path('.').rglob('*{image}'))]"
+)
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +117,9 @@ def load_image_text(
         raise mistake('data.corpus', f'{corpus!r} contains no documents; {fix}')
     check_fit(list(documents.values()), shape)
     find_corpus(corpus).log_unread(corpus)
+    pictures = sum(len(document.paths) for document in documents.values())
+    if shape.images and not pictures:
+        check_unused_images(corpus)
     parts = [[documents[name] for name in names] for names in _split(list(documents), split)]
     _warn_of_copies(parts)
     train, validation = (pack(part, shape) for part in parts)
@@ -123,7 +134,6 @@ def load_image_text(
             'train.seq_len',
             'data.split',
         )
-    pictures = sum(len(document.paths) for document in documents.values())
     with_images = f' with {pictures:,} images' if shape.images else ''
     shuffled = stateless_order.shuffled([0, len(train)], [1.0], seed)
     in_order = stateless_order.in_order([0, len(validation)], [1.0])
@@ -196,6 +206,33 @@ def files_of(corpus: str) -> list[tuple[Path, str]]:
     Raises ConfigError if there is no such corpus.
     """
     return [(file.path, file.name) for file in find_corpus(corpus).files if file.format != 'text']
+
+
+def check_unused_images(corpus: str) -> None:
+    """Log that the images in the folder of a corpus are not used.
+
+    Raises ConfigError if most of its text files have an image of the same name, as captions have.
+    """
+    files, unread = find_corpus(corpus)
+    names = {PurePosixPath(name) for name in (*unread, *(file.name for file in files))}
+    images = {name.with_suffix(''): name for name in names if is_image(name.name)}
+    texts = sorted(names - {*images.values()})
+    captions = [name for name in texts if name.with_suffix('') in images]
+    if images and 2 * len(captions) <= len(texts):
+        logger.warning(
+            'data.corpus: %s: no line names an image, so the %s images of the folder are not used',
+            *(corpus, f'{len(images):,}'),
+        )
+    elif captions:
+        text = next((name for name in captions if name.suffix != '.json'), captions[0])
+        image = images[text.with_suffix('')]
+        script = CAPTIONS.format(text=text.suffix, image=image.suffix)
+        raise mistake(
+            'data.corpus',
+            f'{corpus!r} has an image for {len(captions):,} of its texts, such as {image} for '
+            f'{text}, and only JSON lines show images to the model; write them in the folder: '
+            f'python -c {typed(script)} > NEW.jsonl',
+        )
 
 
 def keeps_documents(config: Config, corpus: str) -> bool:

@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 from megajax.base.errors import mistake
 from megajax.runtime.data.image_text.chat import Chat, Message, Rendering, Request, are_parts
 from megajax.runtime.data.sources.commands import jq
+from megajax.runtime.data.sources.image_keys import MARKER
 from megajax.runtime.data.text.pieces import GUARDS, Piece
 
-MARKER = '<image>'  # the image placeholder in a text
 VISION = '<|vision_start|>', '<|vision_end|>'  # put around an image if a tokenizer has them
 ASSISTANT = 'assistant'
 # names of the assistant in other datasets

@@ -7,6 +7,7 @@ from typing import Any
 from megajax.base.errors import mistake
 from megajax.runtime.data.sources.contents import check_parquet
 from megajax.runtime.data.sources.decompress import open_input
+from megajax.runtime.data.sources.image_keys import MARKER
 from megajax.runtime.data.sources.inputs import Input, optional, unreadable
 from megajax.runtime.data.sources.parse import IMAGES, TEXT, Fixes
 from megajax.runtime.data.sources.pieces import UNIT, InputPiece, Position
@@ -102,6 +103,7 @@ def _texts(file: Any, key: str, start: int) -> Iterator[tuple[bytes | None, int]
     """Yield the texts from a row on, each with the number of images of its row."""
     first = 0
     columns = [key, IMAGES] if key == TEXT and _lists_images(file.schema_arrow) else [key]
+    has_others = key == TEXT and _has_images(file.schema_arrow)
     for group in range(file.num_row_groups):
         rows = file.metadata.row_group(group).num_rows
         if start < first + rows:
@@ -114,6 +116,8 @@ def _texts(file: Any, key: str, start: int) -> Iterator[tuple[bytes | None, int]
                 counts = [0] * len(texts)
                 if IMAGES in columns:
                     counts = found[IMAGES].value_lengths().fill_null(0).to_pylist()
+                elif has_others:
+                    counts = [int(text is not None and MARKER.encode() in text) for text in texts]
                 yield from list(zip(texts, counts, strict=True))[max(start - first, 0) :]
                 first += len(texts)
         else:
@@ -125,6 +129,16 @@ def _lists_images(schema: Any) -> bool:
     types = optional('pyarrow', IMAGES).types
     kind = schema.field(IMAGES).type if schema.names.count(IMAGES) == 1 else None
     return kind is not None and (types.is_list(kind) or types.is_large_list(kind))
+
+
+def _has_images(schema: Any) -> bool:
+    """Whether a Parquet file has a column of images as Hugging Face datasets has it."""
+    types = optional('pyarrow', IMAGES).types
+    return any(
+        field.name == 'image'
+        or (types.is_struct(field.type) and field.type.get_field_index('bytes') >= 0)
+        for field in schema
+    )
 
 
 def _advice(key: str, names: Sequence[str], fixes: Fixes) -> str:

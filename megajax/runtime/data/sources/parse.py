@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from megajax.base.errors import Problem
+from megajax.runtime.data.sources.image_keys import MARKER, image_keys
 from megajax.runtime.data.sources.pieces import InputPiece
 from megajax.runtime.data.sources.shapes import as_messages
 
@@ -17,7 +18,7 @@ class Fixes(NamedTuple):
     no_key: str = 'set --json-key to one of them, or use --skip-bad'
     messages: str = 'set data.corpus to the file: megajax train and eval read messages as they are'
     images: str = (
-        'set data.corpus to the file to train a model with a vision section, or remove "images"'
+        'set data.corpus to the file to train a model with a vision section, or remove the images'
     )
 
 
@@ -114,6 +115,8 @@ def _parse_line(line: bytes, key: str, place: str, fixes: Fixes) -> str | Proble
     images = document.get(IMAGES)
     if key == TEXT and isinstance(images, list) and images:
         return _with_images(place, len(images), fixes)
+    if key == TEXT and MARKER in text and (others := image_keys(document)):
+        return _with_images(place, len(others), fixes)
     if not text.isascii():
         try:
             text.encode()

@@ -31,7 +31,7 @@ FIXES = Fixes(
     bad='fix it, or use megajax data build, which can skip such lines',
     no_key='name the text "text", or build token files with megajax data build --json-key KEY',
     messages='put lines with "messages" into a file of their own',
-    images='use a model with a vision section, or remove "images"',
+    images='use a model with a vision section, or remove the images',
 )
 
 

@@ -1,0 +1,61 @@
+"""Find images that a line names under a key that is not read, and convert the line."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+from megajax.runtime.data.sources.commands import jq
+
+MARKER = '<image>'  # the image placeholder in a text
+# The suffixes of the images that are read.
+SUFFIXES = frozenset(
+    {'.png', '.jpg', '.jpeg', '.webp', '.gif', '.bmp', '.tif', '.tiff', '.avif', '.jp2'}
+)
+
+
+def is_image(name: str) -> bool:
+    """Whether a name belongs to an image file, and is not a URL."""
+    return PurePosixPath(name).suffix.lower() in SUFFIXES and '://' not in name
+
+
+def image_keys(line: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a line, except "text" and "images", whose values name images.
+
+    A value is the name of a file, an object with its bytes or path, as in Hugging Face datasets, or
+    a list of these.
+    """
+    return [
+        key
+        for key, value in line.items()
+        if key not in ('text', 'images') and _names_image(_first(value))
+    ]
+
+
+def as_images(line: Mapping[str, Any], keys: Sequence[str], place: str) -> str:
+    """Return the fix for a line with a text and the names of its images under `keys`.
+
+    It is for the file of the line or row at a place.
+    """
+    if any(isinstance(_first(line[key]), Mapping) for key in keys):
+        return 'write the images to files, and the names of these files to "images"'
+    found = (
+        f'(.[{json.dumps(key)}] // [])[]'
+        if isinstance(line[key], list)
+        else f'.[{json.dumps(key)}] // empty'
+        for key in keys
+    )
+    names = f'[{", ".join(found)}]'
+    text = '.text' if MARKER in line['text'] else f'("{MARKER}" * (.images | length) + .text)'
+    program = f'.images = {names} | {{text: {text}, images}}'
+    return f'write "images": {jq(program, place)}'
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, list) and value else value
+
+
+def _names_image(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return not {'bytes', 'path'}.isdisjoint(value)
+    return isinstance(value, str) and is_image(value)
