@@ -1,5 +1,6 @@
 """Chat templates are rendered as transformers does, within limits of time, text and memory."""
 
+import json
 import time
 from datetime import datetime
 from pathlib import Path
@@ -228,6 +229,28 @@ def test_a_template_that_cannot_be_compiled_or_read_is_refused(tmp_path: Path) -
     text = refusal(write(tmp_path, 'a\n{% if %}'))
     assert 'in line 2' in text
     assert 'cannot be read' in refusal(tmp_path / 'missing.jinja')
+
+
+def test_a_template_is_the_same_in_json_and_after_a_byte_order_mark(tmp_path: Path) -> None:
+    texts = []
+    for name, content in {
+        'chat.jinja': CHATML,
+        'marked.jinja': f'\ufeff{CHATML}',
+        'chat_template.json': json.dumps({'chat_template': CHATML}, indent=2),
+        'tokenizer_config.json': json.dumps({'eos_token': '<e>', 'chat_template': CHATML}),
+    }.items():
+        (tmp_path / name).write_text(content, 'utf-8')
+        texts.append(read_template(tmp_path / name).texts)
+    assert texts == [{DEFAULT: CHATML}] * 4
+
+
+@pytest.mark.parametrize('value', [{}, {'chat_template': [{'name': 'rag', 'template': 'a'}]}])
+def test_json_without_a_template_is_refused(tmp_path: Path, value: object) -> None:
+    (tmp_path / 'config.json').write_text(json.dumps(value))
+    with pytest.raises(
+        ConfigError, match=r'config.json: is JSON without a text in "chat_template"'
+    ):
+        read_template(tmp_path / 'config.json')
 
 
 def test_without_jinja2_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Container, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from importlib.util import find_spec
@@ -63,12 +64,21 @@ class Template:
 
 
 def read_template(path: str | Path, now: datetime | None = None) -> Template:
-    """Read a chat template from a file; raises ConfigError if it cannot be read."""
+    """Return the chat template of a Jinja file, or of a JSON file's key `chat_template`.
+
+    Raises ConfigError if the file cannot be read, or if it is JSON without a single template.
+    """
     try:
-        text = Path(path).expanduser().read_text('utf-8')
+        text: Any = Path(path).expanduser().read_text('utf-8-sig')
     except (OSError, UnicodeDecodeError) as error:
         message = f'cannot be read ({error}); give a template in UTF-8'
         raise mistake(path, message) from error
+    with suppress(ValueError, RecursionError):
+        if isinstance(found := json.loads(text), dict):
+            text = found.get('chat_template')
+    if not isinstance(text, str):
+        message = 'is JSON without a text in "chat_template"; give a file with one template'
+        raise mistake(path, message)
     return Template(name=str(path), texts={DEFAULT: text}, now=now)
 
 
