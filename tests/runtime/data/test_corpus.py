@@ -446,6 +446,15 @@ def test_the_page_shows_the_error_of_such_a_line(
     assert f'error: {caught.value}\n' in (ROOT / 'docs/data.md').read_text()
 
 
+def converted(line: dict[str, object]) -> dict[str, list[dict[str, str]]]:
+    """The line that the command for a line writes."""
+    command = as_messages(line, 'a.jsonl:1').partition("jq -c '")[2].rpartition("' OLD")[0]
+    done = subprocess.run(
+        ['jq', '-c', command], input=json.dumps(line), capture_output=True, text=True, check=True
+    )
+    return json.loads(done.stdout)
+
+
 @pytest.mark.skipif(which('jq') is None, reason='jq is not installed')
 @pytest.mark.parametrize(
     'line',
@@ -460,7 +469,10 @@ def test_the_page_shows_the_error_of_such_a_line(
         {'query': 'a', 'response': 'b'},
         {'problem': 'a', 'solution': 'b'},
         {'system_prompt': '', 'question': 'a', 'response': 'b'},
-        {'dialog': ['a', 'b']},
+        {'system': None, 'dialog': ['a', 'b']},
+        {'instruction': 'a', 'output': 'b', 'history': []},
+        {'instruction': 'a', 'output': 'b', 'history': None},
+        {'documents': ['c'], 'question': 'a', 'answer': 'b'},
         {'conversations': ['a', 'b']},
         {'conversations': [{'from': 'human', 'value': 'a'}, {'from': 'gpt', 'value': 'b'}]},
         {
@@ -470,13 +482,56 @@ def test_the_page_shows_the_error_of_such_a_line(
     ],
 )
 def test_the_command_that_is_named_writes_messages(line: dict[str, object]) -> None:
-    command = as_messages(line, 'a.jsonl:1').partition("jq -c '")[2].rpartition("' OLD")[0]
-    done = subprocess.run(
-        ['jq', '-c', command], input=json.dumps(line), capture_output=True, text=True, check=True
-    )
-    question, answer = json.loads(done.stdout)['messages']
+    question, answer = converted(line)['messages']
     assert question == {'role': 'user', 'content': 'a'}
     assert answer == {'role': 'assistant', 'content': 'b'}
+
+
+TOLD = [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}]
+
+
+@pytest.mark.skipif(which('jq') is None, reason='jq is not installed')
+@pytest.mark.parametrize('turns', ['question', 'dialog', 'from', 'role'])
+@pytest.mark.parametrize(
+    ('keys', 'kept'),
+    [
+        (
+            {'system': 'Be short.'},
+            {'messages': [{'role': 'system', 'content': 'Be short.'}, *TOLD]},
+        ),
+        ({'tools': '[{"a": 1}]'}, {'tools': '[{"a": 1}]'}),
+        ({'tools': ''}, {'tools': None}),
+        ({'documents': [{'a': 1}]}, {'documents': [{'a': 1}]}),
+        ({'images': []}, {'images': []}),
+        ({'image': 'a.jpg'}, {'images': ['a.jpg']}),
+        ({'image': ['a.jpg', 'b.jpg']}, {'images': ['a.jpg', 'b.jpg']}),
+    ],
+)
+def test_the_command_that_is_named_loses_nothing_that_is_read(
+    turns: str, keys: dict[str, object], kept: dict[str, object]
+) -> None:
+    speakers = [{'from': 'human', 'value': 'a'}, {'from': 'gpt', 'value': 'b'}]
+    line = {
+        'question': {'question': 'a', 'answer': 'b'},
+        'dialog': {'dialog': ['a', 'b']},
+        'from': {'conversations': speakers},
+        'role': {'conversation': TOLD},
+    }[turns]
+    assert converted({**keys, **line}) == {'messages': TOLD, **kept}
+
+
+@pytest.mark.skipif(which('jq') is None, reason='jq is not installed')
+def test_the_command_that_is_named_keeps_earlier_turns() -> None:
+    line = {'system': 's', 'instruction': 'a', 'output': 'b', 'history': [['c', 'd'], ['e', 'f']]}
+    assert [message['content'] for message in converted(line)['messages']] == [
+        's',
+        'c',
+        'd',
+        'e',
+        'f',
+        'a',
+        'b',
+    ]
 
 
 def carried_out(message: str, old: Path) -> Path:

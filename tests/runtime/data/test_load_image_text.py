@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -225,6 +226,21 @@ def test_messages_of_another_form_name_the_form_that_is_read(folder: Path) -> No
         load_data(text_config(folder))
     with pytest.raises(ConfigError, match=r'data.jsonl:1: .*"text" or "messages".*jq -c'):
         load_data(config(folder))
+
+
+@pytest.mark.skipif(shutil.which('jq') is None, reason='jq is not installed')
+def test_the_command_for_conversations_with_images_writes_what_is_read(folder: Path) -> None:
+    turns = [{'from': 'human', 'value': '<image>What?'}, {'from': 'gpt', 'value': 'Red.'}]
+    write(folder, *[{'image': 'a.png', 'conversations': turns}] * 2)
+    with pytest.raises(ConfigError, match='"text" or "messages"') as found:
+        load_data(config(folder))
+    command = str(found.value).rpartition('write messages: ')[2]
+    command = command.replace('OLD', 'data.jsonl').replace('NEW', 'new')
+    subprocess.run(['sh', '-c', command], check=True, cwd=folder)
+    (folder / 'data.jsonl').unlink()
+    data = load_data(config(folder))
+    assert data.summary.startswith('2 documents with 2 images')
+    assert shown(data) == 'Red.<|endoftext|>'
 
 
 def test_a_tokenizer_is_trained_on_what_is_trained_on(folder: Path) -> None:

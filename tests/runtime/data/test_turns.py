@@ -266,7 +266,7 @@ def test_variables_of_another_form_are_refused(
     assert message in refusal(tmp_path, PLAIN + BEGIN, {'messages': turns('a', 'b'), **line})
 
 
-@pytest.mark.parametrize('role', ['asistant', 'Assistant', ' assistant', 'gpt', 'model'])
+@pytest.mark.parametrize('role', ['asistant', 'Assistant', ' assistant', 'gpt', 'function_call'])
 @pytest.mark.parametrize('template', [None, PLAIN + BEGIN])
 def test_an_answer_under_another_role_is_rejected_and_not_left_out_of_the_loss(
     tmp_path: Path, template: str | None, role: str

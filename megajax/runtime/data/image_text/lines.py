@@ -22,10 +22,9 @@ from megajax.runtime.data.image_text.turns import (
     short,
 )
 from megajax.runtime.data.sources.image_keys import MARKER, as_images, image_keys
-from megajax.runtime.data.sources.shapes import as_messages
+from megajax.runtime.data.sources.shapes import OBJECTS, as_messages
 from megajax.runtime.data.text.pieces import Piece
 
-OBJECTS = 'tools', 'documents'  # keys of a line that are lists of objects
 LISTS = 'messages', *OBJECTS
 KWARGS = 'chat_template_kwargs'  # trl's key for other variables of a template
 

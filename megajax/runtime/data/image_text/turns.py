@@ -16,7 +16,7 @@ from megajax.runtime.data.text.pieces import GUARDS, Piece
 VISION = '<|vision_start|>', '<|vision_end|>'  # put around an image if a tokenizer has them
 ASSISTANT = 'assistant'
 # names of the assistant in other datasets
-OTHER_NAMES = 'gpt', 'chatgpt', 'bot', 'chatbot', 'model', 'ai'
+OTHER_NAMES = 'gpt', 'chatgpt', 'bot', 'chatbot', 'model', 'ai', 'function_call'
 # The jq program that joins the parts of each message.
 JOIN = '.messages[].content |= (if type == "array" then map(.text) | join("") else . end)'
 

@@ -39,16 +39,20 @@ def as_images(line: Mapping[str, Any], keys: Sequence[str], place: str) -> str:
     """
     if any(isinstance(_first(line[key]), Mapping) for key in keys):
         return 'write the images to files, and the names of these files to "images"'
-    found = (
+    text = '.text' if MARKER in line['text'] else f'("{MARKER}" * (.images | length) + .text)'
+    program = f'.images = {listed(line, keys)} | {{text: {text}, images}}'
+    return f'write "images": {jq(program, place)}'
+
+
+def listed(line: Mapping[str, Any], keys: Sequence[str]) -> str:
+    """Return the jq program for the list of the values of keys, each a value or a list of them."""
+    values = (
         f'(.[{json.dumps(key)}] // [])[]'
         if isinstance(line[key], list)
         else f'.[{json.dumps(key)}] // empty'
         for key in keys
     )
-    names = f'[{", ".join(found)}]'
-    text = '.text' if MARKER in line['text'] else f'("{MARKER}" * (.images | length) + .text)'
-    program = f'.images = {names} | {{text: {text}, images}}'
-    return f'write "images": {jq(program, place)}'
+    return f'[{", ".join(values)}]'
 
 
 def _first(value: Any) -> Any:
