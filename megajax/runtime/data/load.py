@@ -176,7 +176,7 @@ def _load_image_text(config: Config, template: Template | None) -> Data:
         train=loaded.train,
         validation=loaded.validation,
         summary=loaded.summary,
-        fingerprints={data.corpus: loaded.fingerprint},
+        fingerprints=loaded.fingerprints,
     )
 
 

@@ -1,7 +1,6 @@
 """The batches of a resumed run, which begin with the first sample that it has not read."""
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from megajax.runtime.checkpoint.record import (
     read_record,
 )
 from megajax.runtime.data import Batches, Data
+from megajax.runtime.data.image_text.load import LINES_OF
 from megajax.runtime.data.load import VALIDATION_OF
 from megajax.runtime.data.streams import Place, StreamedBatches
 from megajax.runtime.data.synthetic_batches import PictureBatches
@@ -99,7 +99,7 @@ def _changes(data: Data, config: Config, there: Record) -> list[str]:
     The corpora of a blend also decide the order by their places in it.
     """
     different = set(config_differences(there, make_record(config, there.step)))
-    old, new = _contents(there.data), _contents(data.fingerprints)
+    old, new = _contents(there, data)
     before, after = (list(blend.items()) for blend in (_blend(there), config.data.blend))
     if before != after:  # the keys of equal dicts may be in a different order
         different.add('data.blend')
@@ -114,10 +114,22 @@ def _blend(there: Record) -> dict[str, float]:
     return blend
 
 
-def _contents(fingerprints: Mapping[str, str]) -> list[str]:
-    """Return the fingerprints of the corpora to train on, in the order of a blend."""
-    others = VERSION_OF, VALIDATION_OF
-    return [value for name, value in fingerprints.items() if not name.startswith(others)]
+def _contents(there: Record, data: Data) -> tuple[list[str], list[str]]:
+    """Return the old and new fingerprints of the corpora to train on, in the order of a blend.
+
+    Of a corpus with images, only the lines count if both are known: images do not decide the order.
+    """
+    lines = {name for name in there.data.keys() & data.fingerprints if name.startswith(LINES_OF)}
+    others = VERSION_OF, VALIDATION_OF, LINES_OF
+    old, new = (
+        [
+            value
+            for name, value in fingerprints.items()
+            if name in lines or not (name.startswith(others) or f'{LINES_OF}{name}' in lines)
+        ]
+        for fingerprints in (there.data, data.fingerprints)
+    )
+    return old, new
 
 
 def _in_new_order(data: Data, config: Config, there: Record, samples: int) -> int:
@@ -127,7 +139,7 @@ def _in_new_order(data: Data, config: Config, there: Record, samples: int) -> in
     their order is logged.
     """
     changed = _changes(data, config, there)
-    old, new = _contents(there.data), _contents(data.fingerprints)
+    old, new = _contents(there, data)
     if old and set(old).isdisjoint(new) and {'data.corpus', 'data.blend'} & set(changed):
         logger.warning('resume     the corpus has changed: it is read from its first sample')
         return 0

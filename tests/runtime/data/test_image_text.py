@@ -465,7 +465,7 @@ def test_a_batch_depends_on_the_seed_and_the_step_alone(folder: Path) -> None:
     path = write(folder, *lines)
     straight = load_rows(path, batch_size=4, split='90,10,0')
     resumed = load_rows(path, batch_size=4, split='90,10,0')
-    assert straight.fingerprint == resumed.fingerprint
+    assert straight.fingerprints == resumed.fingerprints
     whole = straight.train[7]
     parts = [resumed.train.rows(7, *rows) for rows in ((0, 3), (3, 4))]
     (ahead,) = straight.train.read_ahead(7, 8, slice(0, 4))

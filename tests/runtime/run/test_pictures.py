@@ -11,8 +11,12 @@ from PIL import Image
 from runs import finish, start
 from support import by_name, exhaustive, more, on_mesh
 
-from megajax.core.config import Config, load
+from megajax.core.config import Config, ConfigError, load
+from megajax.runtime.checkpoint.compare import check_same_data
 from megajax.runtime.checkpoint.open import restore_params
+from megajax.runtime.checkpoint.record import make_record
+from megajax.runtime.data import load_data
+from megajax.runtime.run.resumed_data import resumed_data
 from megajax.runtime.run.run import run
 
 SMALL = [
@@ -80,6 +84,29 @@ def test_on_another_mesh_the_same_pictures_follow(tmp_path: Path, corpus: Path, 
     train(tmp_path / 'run', 3, data)
     train(tmp_path / 'run', 6, data, 'mesh.data=1', 'mesh.model=4', 'mesh.sequence_parallel=true')
     np.testing.assert_allclose(losses(tmp_path / 'run'), losses(tmp_path / 'straight'), rtol=1e-5)
+
+
+def test_a_picture_that_was_replaced_leaves_the_order_of_samples_as_it_was(
+    tmp_path: Path, corpus: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load('tiny_vlm', [*SMALL, f'data.corpus={corpus}', f'run.dir={tmp_path / "run"}'])
+    pictures = [corpus / f'{i}.png' for i in (1, 2)]
+    whole = [picture.read_bytes() for picture in pictures]
+    pictures[0].write_bytes(whole[0][:60])
+    data = load_data(config)
+    there = make_record(config, 3, data=data.fingerprints)
+    with pytest.raises(ConfigError, match=r'1.png: cannot be read .* and resume with run.allow_ch'):
+        list(map(data.train.__getitem__, range(9)))
+    pictures[0].write_bytes(whole[0])
+    again = load_data(config)
+    here = make_record(config, 3, data=again.fingerprints)
+    with pytest.raises(ConfigError, match='different data of the same name'):
+        check_same_data(tmp_path, there, here)
+    resumed_data(again, config, there, batches=3)
+    assert not caplog.text
+    (corpus / 'data.jsonl').write_text((corpus / 'data.jsonl').read_text().replace('no', 'a'))
+    resumed_data(load_data(config), config, there, batches=3)
+    assert 'resume     the corpus: the order of samples has changed' in caplog.text
 
 
 CONFIG = """

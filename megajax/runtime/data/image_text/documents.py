@@ -35,7 +35,7 @@ class FileDocument:
             image_HWC = read_image(path, place=self.place)
             height, width = image_HWC.shape[:2]
             if shape.patches.fit(height, width, name=str(path), place=self.place) != grid:
-                message = 'has changed its size since the run began; start it again'
+                message = 'has changed its size since the run began; keep or restore it'
                 raise mistake(path, message, place=self.place)
             patches.append(shape.patches.cut(image_HWC, grid))
         return ImageDocument(

@@ -3,12 +3,13 @@
 import logging
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 
+from megajax.base.errors import Problem, changing_problems
 from megajax.base.render.text import typed
 from megajax.core.config import Config, ConfigError, mistake
 from megajax.runtime.data.batches import Batch, Batches, Order
@@ -33,6 +34,9 @@ from megajax.runtime.data.text.tokenizer import Tokenizer
 from megajax.runtime.data.token_pairs import has_tokens
 
 Row = Sequence[FileDocument]
+# Beginning of the name under which a checkpoint records the lines of a corpus with images; the
+# corpus follows.
+LINES_OF = 'lines of '
 # The program that writes the images of a folder, and their captions, as JSON lines.
 CAPTIONS = (
     "import json, pathlib; [print(json.dumps({{'text': '<image>' + "
@@ -69,7 +73,8 @@ class ImageTextBatches(Batches):
     def _rows(self, places: range, count: int) -> Batch:
         batch = self.shape.empty(count)
         for row, index in enumerate(places):
-            documents = [document.read(self.shape) for document in self._packed[self.order[index]]]
+            with changing_problems(_with_resume):
+                documents = [x.read(self.shape) for x in self._packed[self.order[index]]]
             self.shape.fill({name: x[row] for name, x in batch.items()}, documents)
         return batch
 
@@ -81,7 +86,9 @@ class ImageTextData:
     train: ImageTextBatches  # endless and shuffled batches
     validation: ImageTextBatches  # batches that come once and in order
     summary: str
-    fingerprint: str  # hash of the tokens, and of the names and sizes (bytes, patches) of images
+    # by the name of the corpus, the hash of the tokens, and of the names and sizes (bytes, patches)
+    # of images; of a corpus with images, under LINES_OF also the hash without the bytes
+    fingerprints: dict[str, str]
 
 
 def load_image_text(
@@ -142,7 +149,7 @@ def load_image_text(
         validation=ImageTextBatches(validation, shape, in_order, batch_size=batch_size),
         summary=f'{len(documents):,} documents{with_images}; {len(train):,} sequences to train on, '
         f'{len(validation):,} to validate',
-        fingerprint=_fingerprint(documents),
+        fingerprints=_fingerprints(corpus, documents),
     )
 
 
@@ -285,11 +292,22 @@ def _split(names: Sequence[str], split: str) -> tuple[list[str], list[str]]:
     return [document.name for document in train], [document.name for document in validation]
 
 
-def _fingerprint(documents: dict[str, FileDocument]) -> str:
+def _with_resume(problem: Problem) -> Problem:
+    fix = 'and resume with run.allow_changed_data=true'
+    return replace(problem, message=f'{problem.message}, {fix}')
+
+
+def _fingerprints(corpus: str, documents: dict[str, FileDocument]) -> dict[str, str]:
+    lines = {f'{LINES_OF}{corpus}': _fingerprint(documents, sizes=False)}
+    has_images = any(document.paths for document in documents.values())
+    return {corpus: _fingerprint(documents), **(lines if has_images else {})}
+
+
+def _fingerprint(documents: dict[str, FileDocument], *, sizes: bool = True) -> str:
     digest = sha256()
     for name in sorted(documents):
         document = documents[name]
-        files = [(path.name, path.stat().st_size) for path in document.paths]
+        files = [(path.name, path.stat().st_size if sizes else 0) for path in document.paths]
         content = f'{name} {len(document.tokens)} {files} {document.grids}'
         digest.update(content.encode(errors='surrogateescape'))  # a name may not be UTF-8
         digest.update(document.tokens.tobytes())
