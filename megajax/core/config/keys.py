@@ -54,10 +54,15 @@ def keys_in(path: str | None = None) -> list[Key]:
 def sources(path: str) -> list[str]:
     """Return the keys from which the default of a key, such as model.head_dim, is computed."""
     name, _, key = path.partition('.')
-    fields = SECTIONS[name].model_fields
+    return [f'{name}.{other}' for other in formula_keys(SECTIONS[name], key)]
+
+
+def formula_keys(section: type[Section], key: str) -> list[str]:
+    """Return the keys of a section or group from which the default of another is computed."""
+    fields = section.model_fields
     extra = fields[key].json_schema_extra if key in fields else None
     formula = re.findall(r'\w+', str(extra['default'])) if isinstance(extra, dict) else []
-    return [f'{name}.{other}' for other in fields if other in formula]
+    return [other for other in fields if other in formula]
 
 
 def _keys(path: str, section: type[Section]) -> Iterator[Key]:

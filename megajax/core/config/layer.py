@@ -56,8 +56,8 @@ class RopeScaling(Section):
     long_factor: Divisors = ()
     """Divisor of each frequency for longer sequences, for exports only (longrope)."""
     attention_factor: PositiveFloat = follows(
-        '1 + 0.1 * log(factor) with yarn, sqrt(1 + log(factor) / log(original_max_seq_len)) '
-        'with longrope, 1 otherwise',
+        '1 + 0.1 * log(factor) with type yarn, '
+        'sqrt(1 + log(factor) / log(original_max_seq_len)) with longrope, 1 otherwise',
         _attention_factor,
     )
     """Factor of the rotated dims of queries and keys; scores are multiplied by its square."""

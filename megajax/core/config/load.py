@@ -28,6 +28,7 @@ from megajax.core.config.overrides import (
     typed_override,
     unknown,
 )
+from megajax.core.config.recorded import with_new_defaults
 from megajax.core.config.renamed import RENAMED, current
 from megajax.core.config.rules import incompatibilities
 from megajax.core.config.schema import SECTIONS, Checked, Config
@@ -62,15 +63,19 @@ def load(
 
     If two overrides set the same key, the last one wins. Without `own`, the config may be one that
     only other software runs. Keys that are still to be `chosen` may conflict. If a run has recorded
-    the file (`is_recorded`), keys in it that have no effect are left out. Raises ConfigError with
-    every mistake in the file and the overrides and every conflict between keys, each with its
-    line or override.
+    the file (`is_recorded`, or config.yaml next to checkpoints), keys in it that have no effect are
+    left out, and recorded defaults follow from their formulas. Raises ConfigError with every
+    mistake in the file and the overrides and every conflict between keys, each with its line or
+    override.
     """
     file = _find(source)
     problems: list[Problem] = []
     written = _read_file(file, problems)
     overridden = read_overrides(overrides, problems, written or {})
     checked = Checked(own=own, chosen=tuple(chosen))
+    is_recorded |= file.name == CONFIG and (file.parent / 'checkpoints').is_dir()
+    if written is not None and is_recorded:
+        written, overridden = with_new_defaults(written, overridden)
     return _resolve(written, overridden, str(file), problems, checked, is_recorded=is_recorded)
 
 
@@ -79,7 +84,8 @@ def reload(
 ) -> Config:
     """Return the Config of sections read from `place`, for example the record of a checkpoint.
 
-    Keys in it that have no effect are left out. Raises ConfigError as `load` does.
+    Keys in it that have no effect are left out, and its defaults follow from their formulas. Raises
+    ConfigError as `load` does.
     """
     problems: list[Problem] = []
     written: dict[str, Setting] = {}
@@ -94,6 +100,7 @@ def reload(
         else:
             problems.append(Problem(path, unknown(path, problems), place=place))
     overridden = read_overrides(overrides, problems, written)
+    written, overridden = with_new_defaults(written, overridden)
     return _resolve(written, overridden, place, problems, Checked(), is_recorded=True)
 
 

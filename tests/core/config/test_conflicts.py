@@ -1,6 +1,7 @@
 """Each pair of the table of conflicts is rejected, with its reason and what to use instead."""
 
 import re
+from pathlib import Path
 
 import pytest
 from features import VALUES
@@ -9,8 +10,9 @@ from support import ROOT
 from typer.testing import CliRunner
 
 from megajax.commands.main import app
-from megajax.core.config import ConfigError, load, reload
+from megajax.core.config import ConfigError, load
 from megajax.core.config.conflicts import CONFLICTS, FEATURES, Conflict
+from megajax.core.config.load import dump_sections
 
 
 def refusal(*overrides: str) -> str:
@@ -34,13 +36,16 @@ def test_each_row_is_rejected_with_its_reason_and_what_to_do_instead(row: Confli
 
 
 @pytest.mark.parametrize('row', CONFLICTS, ids=lambda row: f'{row.one}, {row.other}')
-def test_a_conflict_with_the_file_is_reported_at_the_override(row: Conflict) -> None:
+def test_a_conflict_with_the_file_is_reported_at_the_override(
+    row: Conflict, tmp_path: Path
+) -> None:
     in_file, added = (VALUES.get(each, each).split() for each in (row.other, row.one))
     settings = YAML(typ='safe').load(ROOT / 'configs/gpt2_124m.yaml')
     for section, key, value in (re.split('[.=]', each, maxsplit=2) for each in in_file):
         settings[section] = settings.get(section, {}) | {key: YAML(typ='safe').load(value)}
+    (tmp_path / 'my.yaml').write_text(dump_sections(settings))
     with pytest.raises(ConfigError) as error:
-        reload(settings, added, place='the file')
+        load(tmp_path / 'my.yaml', added)
     (place,) = {one.place for one in error.value.problems if row.reason in one.message}
     assert place in [f'override {each}' for each in added]
 

@@ -1,0 +1,49 @@
+"""Change a recorded config, in which a run has written every key, by overrides of some keys."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megajax.base.errors import Problem
+from megajax.core.config.keys import formula_keys
+from megajax.core.config.overrides import Setting
+from megajax.core.config.section import Section
+from megajax.core.config.validate import validate
+
+Settings = dict[str, Setting]
+
+
+def with_new_defaults(written: Settings, overridden: Settings) -> tuple[Settings, Settings]:
+    """Return both settings without recorded defaults of which an override changes a source.
+
+    For example, `model.head_dim` follows from `model.hidden_size` again. A recorded value that
+    differs from its formula was set by the user, and stays.
+    """
+    kept, changes = dict(written), dict(overridden)
+    mistakes: list[Problem] = []
+    sections, _ = validate(written, '', mistakes)
+    if mistakes or not overridden:
+        return kept, changes
+    for name, section in sections.items():
+        for path in _old_defaults(name, section, overridden):
+            kept.pop(path, None)
+            group, _, key = path.rpartition('.')
+            # an override inside a group has set the other keys of the group too, as in the file
+            if group in kept and group in changes and changes[group].place == kept[group].place:
+                value = {own: x for own, x in changes[group].value.items() if own != key}
+                changes[group] = changes[group]._replace(value=value)
+    return kept, changes
+
+
+def _old_defaults(name: str, section: Section, overridden: Mapping[str, Setting]) -> Iterator[str]:
+    """Yield the keys whose values are defaults that no longer hold after these overrides."""
+    changed = {*overridden}
+    for key, field in type(section).model_fields.items():
+        path, value = f'{name}.{key}', section.__dict__[key]
+        sources = {f'{name}.{source}' for source in formula_keys(type(section), key)}
+        if isinstance(value, Section) and not field.exclude:
+            yield from _old_defaults(path, value, overridden)
+        elif path not in overridden and not changed.isdisjoint(sources):
+            compute: Any = field.default_factory
+            if compute is not None and value == compute(section.__dict__):
+                changed.add(path)
+                yield path

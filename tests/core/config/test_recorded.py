@@ -1,0 +1,107 @@
+"""An override changes a recorded config as it changes the config that the run was started with."""
+
+from pathlib import Path
+
+import pytest
+
+from megajax.core.config import Config, dump, load, reload
+from megajax.core.config.schema import SECTIONS
+
+BASE = (
+    'model: {num_layers: 2, hidden_size: 64, num_heads: 4, vocab_size: 1000, max_seq_len: 1024}\n'
+    'data: {tokenizer: none}\n'
+)
+YARN = '{type: yarn, factor: 4.0, original_max_seq_len: 16}'
+ROPE = ('model.position=rope', f'model.rope_scaling={YARN}')
+LINEAR = ('model.position=rope', 'model.rope_scaling={type: linear, factor: 4.0}')
+TO_YARN = ('model.rope_scaling.type=yarn', 'model.rope_scaling.original_max_seq_len=16')
+# overrides of a new run, overrides of the recorded run, and keys that follow from the second
+CASES: list[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
+    ((), ('model.num_heads=8',), ('num_kv_heads', 'head_dim', 'query_scale')),
+    ((), ('model.hidden_size=128',), ('head_dim', 'ffn_size', 'query_scale')),
+    ((), ('model.head_dim=32',), ('query_scale',)),
+    ((), ('model.objective=masked_lm', 'train.sample_prompts=[]'), ('attention',)),
+    ((), ('model.bias=false',), ('qkv_bias',)),
+    ((), ('model.dropout=0.1',), ('attention_dropout',)),
+    (ROPE, ('model.rope_scaling.factor=8',), ('rope_scaling',)),
+    (LINEAR, TO_YARN, ('rope_scaling',)),
+    (ROPE, ('model.rope_scaling=null', 'model.num_heads=2'), ('rope_scaling', 'head_dim')),
+]
+
+
+@pytest.fixture(name='base')
+def write_base(tmp_path: Path) -> Path:
+    (tmp_path / 'base.yaml').write_text(BASE)
+    return tmp_path / 'base.yaml'
+
+
+def record(config: Config, folder: Path) -> Path:
+    """Write the config of a run with a checkpoint as the run does."""
+    (folder / 'run/checkpoints').mkdir(parents=True)
+    (folder / 'run/config.yaml').write_text(dump(config))
+    return folder / 'run/config.yaml'
+
+
+@pytest.mark.parametrize(('first', 'later', 'keys'), CASES)
+def test_recorded_defaults_follow_from_overridden_keys(
+    base: Path,
+    tmp_path: Path,
+    first: tuple[str, ...],
+    later: tuple[str, ...],
+    keys: tuple[str, ...],
+) -> None:
+    begun, meant = load(base, first), load(base, (*first, *later))
+    assert all(getattr(begun.model, key) != getattr(meant.model, key) for key in keys)
+    assert reload(begun.model_dump(mode='json'), later, place='record.json') == meant
+    assert load(record(begun, tmp_path), later) == meant
+
+
+def test_each_default_with_a_formula_has_a_case() -> None:
+    formulas = {
+        name
+        for name, field in SECTIONS['model'].model_fields.items()
+        if field.default_factory is not None
+    }
+    assert formulas == {key for _, _, keys in CASES for key in keys} - {'rope_scaling'}
+
+
+def test_the_mlps_of_a_recorded_vision_encoder_follow_its_width() -> None:
+    stored = load('tiny_vlm').model_dump(mode='json')
+    width = stored['vision']['hidden_size']
+    stored['vision']['ffn_size'] = 4 * width
+    vision = reload(stored, [f'vision.hidden_size={2 * width}'], place='record.json').vision
+    assert vision is not None
+    assert vision.ffn_size == 8 * width
+
+
+@pytest.mark.parametrize(
+    ('own', 'later'),
+    [
+        ('model.query_scale=0.3', 'model.head_dim=32'),
+        ('model.ffn_size=200', 'model.hidden_size=128'),
+        ('model.num_kv_heads=2', 'model.num_heads=8'),
+        ('model.attention_dropout=0.2', 'model.dropout=0.1'),
+        ('model.rope_scaling.attention_factor=1.5', 'model.rope_scaling.factor=8'),
+        ('model.head_dim=24', 'model.hidden_size=128'),
+    ],
+)
+def test_a_users_own_value_stays(base: Path, own: str, later: str) -> None:
+    begun = load(base, [*ROPE, own])
+    again = reload(begun.model_dump(mode='json'), [later], place='record.json')
+    assert again == load(base, [*ROPE, own, later])
+
+
+def test_without_an_override_of_its_sources_every_recorded_key_stays(
+    base: Path, tmp_path: Path
+) -> None:
+    """A head dim that is rounded down equals its formula, and is only valid if it is given."""
+    begun = load(base, ['model.hidden_size=66', 'model.head_dim=16'])
+    run = record(begun, tmp_path)
+    assert dump(load(run)) == dump(begun)
+    assert load(run, ['optim.lr=2e-3']).model == begun.model
+
+
+def test_a_users_own_file_is_changed_only_where_an_override_says(base: Path) -> None:
+    base.write_text(dump(load(base)))
+    model = load(base, ['model.head_dim=32']).model
+    assert model.query_scale == 16**-0.5
