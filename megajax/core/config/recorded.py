@@ -1,15 +1,33 @@
 """Change a recorded config, in which a run has written every key, by overrides of some keys."""
 
+import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from megajax.base.errors import Problem
+from megajax.core.config import values
 from megajax.core.config.keys import formula_keys
 from megajax.core.config.overrides import Setting
 from megajax.core.config.section import Section
 from megajax.core.config.validate import validate
 
 Settings = dict[str, Setting]
+# Keys of `run` that belong to one start; the config in a run's folder does not keep them.
+OF_START = 'dir', 'resume', 'allow_changed_data'
+
+
+def without_start(written: Settings, folder: Path) -> Settings:
+    """Return the settings of a run's config without the keys of the start that wrote it.
+
+    Earlier versions wrote them. A `run.dir` that is the file's own folder stays; any other names
+    the run of which `folder` is a copy.
+    """
+    dropped = {f'run.{key}' for key in OF_START}
+    path = values.valid('run.dir', written['run.dir'].value) if 'run.dir' in written else None
+    if path and os.path.realpath(path) == os.path.realpath(folder):
+        dropped.remove('run.dir')
+    return {key: setting for key, setting in written.items() if key not in dropped}
 
 
 def with_new_defaults(written: Settings, overridden: Settings) -> tuple[Settings, Settings]:

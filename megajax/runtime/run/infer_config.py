@@ -47,15 +47,16 @@ def config_of_overrides(overrides: Sequence[str]) -> tuple[Config, str]:
     return load(DEFAULT, overrides), DEFAULT
 
 
-def how_to_resume(folder: Path, *, is_alone: bool) -> str:
+def how_to_resume(folder: Path, *, is_alone: bool, resume: str = 'auto') -> str:
     """Return what resumes the run in a folder, after "to resume, ".
 
     A run that is not alone needs more than its config: a launcher for its other processes, or a
-    program with its own optimizer.
+    program with its own optimizer. `resume` is the `run.resume` of the same command.
     """
     if is_alone and (folder / CONFIG).is_file():
         return f'run megajax train {typed_override("run.dir", folder)}'
-    return f'run the same command with {typed_override("run.dir", folder)}'
+    allowed = ' run.resume=auto' if resume == 'never' else ''
+    return f'run the same command with {typed_override("run.dir", folder)}{allowed}'
 
 
 def _config_of_start(start: Path, overrides: Sequence[str]) -> tuple[Config, str]:

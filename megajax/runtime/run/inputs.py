@@ -9,6 +9,8 @@ from megajax.base.errors import reason
 from megajax.base.files.outputs import write_file
 from megajax.core.config import Config, ConfigError, dump
 from megajax.core.config.load import CONFIG
+from megajax.core.config.recorded import OF_START
+from megajax.core.config.schema import RunConfig
 from megajax.runtime.checkpoint.hf_files import Companions
 from megajax.runtime.checkpoint.record import TOKENIZER
 from megajax.runtime.data import Tokenizer
@@ -60,7 +62,8 @@ def _files_of(tokenizer: Tokenizer) -> dict[str, bytes]:
 def _to_keep(config: Config) -> Config:
     """Return the config with which a later start resumes the run.
 
-    The user allows changed data for one start: the data may change again before the next start.
+    It lacks the keys of one start, so that a copy of the folder is a run of its own. For example,
+    the user allows changed data once: the data may change again before the next start.
     """
-    run = config.run.model_copy(update={'allow_changed_data': False})
+    run = config.run.model_copy(update={key: getattr(RunConfig(), key) for key in OF_START})
     return config.model_copy(update={'run': run})

@@ -58,8 +58,7 @@ from megajax.runtime.run.trainer import Trainer
 from megajax.runtime.run.watchdog import Watchdog
 from megajax.runtime.run.watchdog_limits import make_watchdog
 
-# A function that is called with the run directory at the end of a run. It returns the path of a
-# file, or None if it failed.
+# A function that gets the run's folder at its end, and returns a file, or None if it has failed.
 AtEnd = Callable[[Path], Path | None]
 
 
@@ -133,7 +132,7 @@ def run(
     with (
         StopWatch(config.run.max_minutes) as stop,
         _started(config, name, advise) as (mesh, folder, report),
-        _leaving(folder, is_alone=jax.process_count() == 1 and optimizer is None),
+        _leaving(folder, config, is_alone=jax.process_count() == 1 and optimizer is None),
     ):
         watchdog = make_watchdog(config, folder)
         with (
@@ -264,12 +263,13 @@ def _what_is_saved(summary: RunSummary) -> str:
 
 
 @contextmanager
-def _leaving(folder: Path, *, is_alone: bool) -> Iterator[None]:
+def _leaving(folder: Path, config: Config, *, is_alone: bool) -> Iterator[None]:
     """Report a requested stop, and exit with the code that asks for a restart."""
     try:
         yield
     except StopRequested as request:
-        Report().say(f'stopped by {request}; to resume, {how_to_resume(folder, is_alone=is_alone)}')
+        how = how_to_resume(folder, is_alone=is_alone, resume=config.run.resume)
+        Report().say(f'stopped by {request}; to resume, {how}')
         raise SystemExit(StopRequested.exit_code) from request
 
 

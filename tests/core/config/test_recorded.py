@@ -1,5 +1,6 @@
 """An override changes a recorded config as it changes the config that the run was started with."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,17 @@ def test_without_an_override_of_its_sources_every_recorded_key_stays(
     run = record(begun, tmp_path)
     assert dump(load(run)) == dump(begun)
     assert load(run, ['optim.lr=2e-3']).model == begun.model
+
+
+def test_a_copied_config_does_not_name_the_run_that_it_is_a_copy_of(
+    base: Path, tmp_path: Path
+) -> None:
+    """Earlier versions wrote these keys."""
+    own = f'run.dir={tmp_path}/run'
+    run = record(load(base, [own, 'run.resume=never', 'run.max_minutes=5']), tmp_path)
+    assert load(run) == load(base, [own, 'run.max_minutes=5'])
+    shutil.copytree(run.parent, tmp_path / 'copy')
+    assert load(tmp_path / 'copy/config.yaml') == load(base, ['run.max_minutes=5'])
 
 
 def test_a_users_own_file_is_changed_only_where_an_override_says(base: Path) -> None:

@@ -52,8 +52,10 @@ def test_a_stopped_run_names_a_command_that_takes_its_config(tmp_path: Path) -> 
     again = f"run the same command with 'run.dir={folder}'"
     assert how_to_resume(folder, is_alone=True) == again  # there is no config yet
     begun = load('tiny', [f'run.dir={folder}', 'train.steps=70'])
-    (folder / 'config.yaml').write_text(dump(begun))
+    (folder / 'config.yaml').write_text(dump(load('tiny', ['train.steps=70', 'run.resume=never'])))
     assert how_to_resume(folder, is_alone=False) == again
+    anyway = how_to_resume(folder, is_alone=False, resume='never')
+    assert anyway == f'{again} run.resume=auto'
     command = shlex.split(how_to_resume(folder, is_alone=True).removeprefix('run '))
     assert command[:2] == ['megajax', 'train']
     assert config_of_overrides(command[2:])[0] == begun

@@ -7,7 +7,7 @@ import pytest
 from checkpoints import tiny
 from support import disk_full_at
 
-from megajax.core.config import ConfigError, dump
+from megajax.core.config import ConfigError, dump, load
 from megajax.runtime.checkpoint.hf_files import Companions
 from megajax.runtime.data.text.tokenizer import byte_tokenizer, load_tokenizer
 from megajax.runtime.run.inputs import write_inputs
@@ -35,6 +35,13 @@ def test_what_has_not_changed_needs_no_room(tmp_path: Path) -> None:
     write_inputs(tmp_path, tiny(), None, Companions())
     with disk_full_at(1000):
         write_inputs(tmp_path, tiny(), None, Companions())
+
+
+def test_the_config_keeps_no_key_of_one_start(tmp_path: Path) -> None:
+    of_start = {'dir': str(tmp_path), 'resume': 'never', 'allow_changed_data': True}
+    config = tiny(run={**of_start, 'max_minutes': 5.0})
+    write_inputs(tmp_path, config, None, Companions())
+    assert load(tmp_path / 'config.yaml') == tiny(run={'max_minutes': 5.0})
 
 
 def test_a_tokenizer_is_there_with_its_names_and_without_those_of_another(tmp_path: Path) -> None:
