@@ -28,7 +28,7 @@ from megajax.core.config.overrides import (
     typed_override,
     unknown,
 )
-from megajax.core.config.recorded import with_new_defaults, without_start
+from megajax.core.config.recorded import with_new_defaults, without_old_corpus, without_start
 from megajax.core.config.renamed import RENAMED, current
 from megajax.core.config.rules import incompatibilities
 from megajax.core.config.schema import SECTIONS, Checked, Config
@@ -75,7 +75,7 @@ def load(
     checked = Checked(own=own, chosen=tuple(chosen))
     is_recorded |= file.name == CONFIG and (file.parent / 'checkpoints').is_dir()
     if written is not None and is_recorded:
-        written = without_start(written, file.parent)
+        written = without_old_corpus(without_start(written, file.parent), overridden)
         written, overridden = with_new_defaults(written, overridden)
     return _resolve(written, overridden, str(file), problems, checked, is_recorded=is_recorded)
 
@@ -101,6 +101,7 @@ def reload(
         else:
             problems.append(Problem(path, unknown(path, problems), place=place))
     overridden = read_overrides(overrides, problems, written)
+    written = without_old_corpus(written, overridden)
     written, overridden = with_new_defaults(written, overridden)
     return _resolve(written, overridden, place, problems, Checked(), is_recorded=True)
 

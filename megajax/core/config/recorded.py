@@ -30,6 +30,16 @@ def without_start(written: Settings, folder: Path) -> Settings:
     return {key: setting for key, setting in written.items() if key not in dropped}
 
 
+def without_old_corpus(written: Settings, overridden: Settings) -> Settings:
+    """Return the recorded settings without the corpus or blend that an override replaces."""
+    replaced = set[str]()
+    if 'data.corpus' in overridden and 'data.blend' not in overridden:
+        replaced = {'data.blend'}
+    elif 'data.corpus' not in overridden and 'data.blend' in overridden:
+        replaced = {'data.corpus'} if overridden['data.blend'].value else set()
+    return {key: setting for key, setting in written.items() if key not in replaced}
+
+
 def with_new_defaults(written: Settings, overridden: Settings) -> tuple[Settings, Settings]:
     """Return both settings without recorded defaults of which an override changes a source.
 

@@ -245,7 +245,8 @@ def _data(config: 'Config') -> Iterator[Problem]:
     if config.data.blend and config.data.corpus != type(config.data).model_fields['corpus'].default:
         message = (
             f'{config.data.corpus} cannot be combined with data.blend='
-            f'{", ".join(config.data.blend)}; set only one of them'
+            f'{", ".join(config.data.blend)}; set only one of them; data.corpus=stdlib '
+            'or data.blend={} overrides the one in the file'
         )
         yield Problem('data.corpus', message, others=('data.blend',))
     try:

@@ -113,6 +113,29 @@ def test_a_copied_config_does_not_name_the_run_that_it_is_a_copy_of(
     assert load(tmp_path / 'copy/config.yaml') == load(base, ['run.max_minutes=5'])
 
 
+@pytest.mark.parametrize(
+    ('first', 'later'),
+    [
+        ('data.corpus=mine', 'data.blend={web: 0.7, code: 0.3}'),
+        ('data.blend={web: 0.7, code: 0.3}', 'data.corpus=mine'),
+        ('data.blend={web: 0.7, code: 0.3}', 'data.corpus=stdlib'),
+    ],
+)
+def test_a_new_corpus_or_blend_replaces_the_recorded_one(
+    base: Path, tmp_path: Path, first: str, later: str
+) -> None:
+    begun = load(base, [first])
+    assert reload(begun.model_dump(mode='json'), [later], place='record.json') == load(
+        base, [later]
+    )
+    assert load(record(begun, tmp_path), [later]) == load(base, [later])
+
+
+def test_a_blend_that_is_overridden_to_be_empty_leaves_the_recorded_corpus(base: Path) -> None:
+    stored = load(base, ['data.corpus=mine']).model_dump(mode='json')
+    assert reload(stored, ['data.blend={}'], place='record.json').data.corpus == 'mine'
+
+
 def test_a_users_own_file_is_changed_only_where_an_override_says(base: Path) -> None:
     base.write_text(dump(load(base)))
     model = load(base, ['model.head_dim=32']).model
