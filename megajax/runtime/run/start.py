@@ -1,11 +1,13 @@
 """Choose the run directory, and verify the checkpoint that `run.start_from` names."""
 
 import hashlib
+import itertools
 import json
 import logging
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from megajax.runtime.checkpoint.shared_digests import UnreadableError, shared_pr
 from megajax.runtime.data.synthetic_corpus import PICTURES, drawn_tokenizer
 from megajax.runtime.data.text.tokenizer import Tokenizer, load_tokenizer
 from megajax.runtime.data.token_pairs import manifest_of, prefixes_of
-from megajax.runtime.processes.consensus import from_first, local_time, text_from_first
+from megajax.runtime.processes.consensus import from_first, text_from_first
 from megajax.runtime.run.infer_config import NO_FILES, candidates_of_start, tokenizer_of
 
 # The parts of a model that a run cannot add, by section.
@@ -206,8 +208,27 @@ def _text(value: Any) -> str:
 
 
 def run_folder(config: Config, name: str) -> Path:
-    """Return the run directory of a config, the same in all processes."""
+    """Return the run directory of a config, the same in all processes.
+
+    Without `run.dir` it is a new directory, which the first process creates and names by its clock.
+    """
     if config.run.dir is not None:
         return Path(config.run.dir)
-    # Use the clock of process 0: all processes write their parts of a checkpoint into one folder.
-    return Path('runs') / f'{name}-{local_time():%Y%m%d-%H%M%S}'
+    return Path(text_from_first(str(_new_folder(name)) if jax.process_index() == 0 else ''))
+
+
+def _new_folder(name: str) -> Path:
+    """Create the folder of a new run; runs that start in the same second get different ones."""
+    first = Path('runs') / f'{name}-{datetime.now():%Y%m%d-%H%M%S}'
+    try:
+        first.parent.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(1):
+            folder = first if number == 1 else first.with_name(f'{first.name}-{number}')
+            with suppress(FileExistsError):
+                folder.mkdir()
+                break
+    except OSError as error:
+        raise ConfigError(
+            f'{first} cannot be created: {error.strerror}; allow it, or set run.dir'
+        ) from error
+    return folder

@@ -17,7 +17,7 @@ from jax._src.lib import _jax
 from jax.experimental import multihost_utils
 from orbax.checkpoint import multihost
 
-from megajax.runtime.processes.consensus import SaveBarrier
+from megajax.runtime.processes.consensus import SaveBarrier, local_time
 from megajax.runtime.run.start import run_folder
 
 PROCESSES = 8
@@ -138,7 +138,7 @@ def test_a_process_that_fails_takes_all_to_the_last_barrier(
     }
 
 
-def test_hosts_in_different_time_zones_name_the_same_run_directory(
+def test_hosts_in_different_time_zones_use_the_time_of_the_first_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sent = []
@@ -149,16 +149,31 @@ def test_hosts_in_different_time_zones_name_the_same_run_directory(
 
     monkeypatch.setattr(jax, 'process_count', lambda: 2)
     monkeypatch.setattr(multihost_utils, 'broadcast_one_to_all', broadcast)
-    folders = []
+    times = []
     try:
         for zone in ('UTC-9', 'UTC+5'):
             monkeypatch.setenv('TZ', zone)
             time.tzset()
-            folders.append((run_folder(tiny(), 'a'), time.strftime('%Y%m%d-%H')))
+            times.append((local_time(), time.strftime('%Y%m%d-%H')))
     finally:
         monkeypatch.undo()
         time.tzset()
-    (first, now), (second, _) = folders
+    (first, now), (second, _) = times
     assert first == second
-    assert first.parent == Path('runs')
-    assert first.name.startswith(f'a-{now}')
+    assert f'{first:%Y%m%d-%H}' == now
+
+
+def test_all_processes_get_the_run_directory_that_the_first_one_creates(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sent = list[Any]()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(jax, 'process_count', lambda: 2)
+    monkeypatch.setattr(
+        multihost_utils, 'broadcast_one_to_all', lambda values: sent.append(values) or values
+    )
+    first = run_folder(tiny(), 'a')
+    monkeypatch.setattr(jax, 'process_index', lambda: 1)
+    monkeypatch.setattr(multihost_utils, 'broadcast_one_to_all', lambda _: sent.pop(0))
+    assert run_folder(tiny(), 'a') == first
+    assert [*Path('runs').iterdir()] == [first]

@@ -30,7 +30,12 @@ from megajax.runtime.data.synthetic_corpus import drawn_tokenizer
 from megajax.runtime.data.text.tokenizer import byte_tokenizer, train_bpe
 from megajax.runtime.run.chat_template import read_corpus
 from megajax.runtime.run.infer_config import config_of_overrides, with_own_tokenizer
-from megajax.runtime.run.start import check_tokenizer, origin_of, start_checkpoint
+from megajax.runtime.run.start import (
+    check_tokenizer,
+    origin_of,
+    run_folder,
+    start_checkpoint,
+)
 
 ROTARY = {'position': 'rope', 'max_seq_len': 64}
 
@@ -585,3 +590,16 @@ def test_the_advice_on_another_tokenizer_for_a_text_ends_in_a_run_that_starts(
     config = starting(source, data={**data, 'tokenizer': value})
     assert find_start(config, tmp_path / 'new')
     check_tokenizer(source / 'checkpoints/3', load_data(config).tokenizer)
+
+
+def test_runs_that_start_in_the_same_second_get_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folders = [run_folder(tiny(), 'a') for _ in range(20)]
+    assert len({*folders}) == 20
+    assert all(folder.is_dir() for folder in folders)
+    assert {folder.parent for folder in folders} == {Path('runs')}
+    (tmp_path / 'runs/b').touch()
+    with pytest.raises(ConfigError, match=r'^runs/b/c-.* cannot be created: .*set run\.dir'):
+        run_folder(tiny(), 'b/c')
