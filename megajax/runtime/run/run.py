@@ -43,7 +43,6 @@ from megajax.runtime.run.evaluation import check_best, check_best_interval
 from megajax.runtime.run.host_memory import check_host_memory
 from megajax.runtime.run.infer_config import how_to_resume
 from megajax.runtime.run.inputs import write_inputs
-from megajax.runtime.run.lock import run_lock
 from megajax.runtime.run.log.metrics import MetricsWriter, check_wandb
 from megajax.runtime.run.log.report import Report
 from megajax.runtime.run.nvlink_check import note_links
@@ -51,7 +50,7 @@ from megajax.runtime.run.profile import Profiler
 from megajax.runtime.run.resumed_data import imported, resumed_data
 from megajax.runtime.run.sample_memory import check_sample_memory
 from megajax.runtime.run.sampler import Sampler
-from megajax.runtime.run.start import check_tokenizer, origin_of, run_folder, start_checkpoint
+from megajax.runtime.run.start import check_tokenizer, opened_folder, origin_of, start_checkpoint
 from megajax.runtime.run.status import where_it_stands
 from megajax.runtime.run.stop import StopWatch
 from megajax.runtime.run.trainer import Trainer
@@ -181,8 +180,7 @@ def _started(
             check_sample_memory(config, mesh)
             report = Report()
             _describe(config, mesh, report, advise)
-            folder = run_folder(config, name)
-            held.enter_context(run_lock(folder))
+            folder = held.enter_context(opened_folder(config, name))
         yield mesh, folder, report
 
 

@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import json
 import logging
+import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,6 +17,7 @@ from flax import nnx
 
 from megajax.base.render.text import typed
 from megajax.core.config import CheckpointError, Config, ConfigError, Problem, RunError, mistake
+from megajax.core.config.load import CONFIG
 from megajax.core.config.overrides import typed_override
 from megajax.core.parallel.mesh import check_current_mesh
 from megajax.runtime.checkpoint.digests import SUMS, find_steps, sound_checkpoint
@@ -28,6 +30,7 @@ from megajax.runtime.data.text.tokenizer import Tokenizer, load_tokenizer
 from megajax.runtime.data.token_pairs import manifest_of, prefixes_of
 from megajax.runtime.processes.consensus import from_first, text_from_first
 from megajax.runtime.run.infer_config import NO_FILES, candidates_of_start, tokenizer_of
+from megajax.runtime.run.lock import run_lock
 
 # The parts of a model that a run cannot add, by section.
 OF_IMAGES = {'vision': 'encoder of images', 'relevance': 'scorers of regions'}
@@ -205,6 +208,23 @@ def _check_corpus(start: Path, config: Config) -> None:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
+
+
+@contextmanager
+def opened_folder(config: Config, name: str) -> Iterator[Path]:
+    """Yield the run directory of a config, locked during the block.
+
+    Without `run.dir` it is new, and deleted if the block fails before the run has its config.
+    """
+    folder = run_folder(config, name)
+    try:
+        with run_lock(folder):
+            yield folder
+    except BaseException:
+        is_own = config.run.dir is None and jax.process_index() == 0
+        if is_own and not (folder / CONFIG).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def run_folder(config: Config, name: str) -> Path:

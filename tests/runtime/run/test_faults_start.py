@@ -113,7 +113,7 @@ def test_where_gpus_are_meant_a_run_does_not_take_the_cpu(
     assert not (folder / 'run').exists()
 
 
-@pytest.mark.parametrize(('hangs', 'processes'), [('mesh_for', 1), ('run_lock', 2)])
+@pytest.mark.parametrize(('hangs', 'processes'), [('mesh_for', 1), ('opened_folder', 2)])
 def test_a_start_that_hangs_tells_where_and_ends(folder: Path, hangs: str, processes: int) -> None:
     fault = HANG.format(name=hangs, last=processes - 1)
     code, said = finish(start(folder, processes=processes, fault=fault), timeout=60)

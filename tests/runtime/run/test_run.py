@@ -123,3 +123,4 @@ def test_a_corpus_that_does_not_fill_a_batch_is_refused(folder: Path) -> None:
     result = megajax('train', 'small.yaml', 'train.batch_size=4000', folder=folder)
     assert result.returncode == 2
     assert 'train.batch_size' in result.stderr
+    assert [*(folder / 'runs').iterdir()] == []

@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from megajax.runtime.run.chat_template import read_corpus
 from megajax.runtime.run.infer_config import config_of_overrides, with_own_tokenizer
 from megajax.runtime.run.start import (
     check_tokenizer,
+    opened_folder,
     origin_of,
     run_folder,
     start_checkpoint,
@@ -603,3 +605,20 @@ def test_runs_that_start_in_the_same_second_get_folders_of_their_own(
     (tmp_path / 'runs/b').touch()
     with pytest.raises(ConfigError, match=r'^runs/b/c-.* cannot be created: .*set run\.dir'):
         run_folder(tiny(), 'b/c')
+
+
+def test_a_start_that_fails_leaves_no_folder_of_its_own_without_a_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def start(file: str, config: Config) -> Path:
+        with suppress(ConfigError), opened_folder(config, 'a') as folder:
+            (folder / 'compiled').mkdir()
+            (folder / file).touch()
+            raise ConfigError('bad corpus')
+        return folder
+
+    assert not start('lock', tiny()).exists()
+    assert start('config.yaml', tiny()).exists()
+    assert start('lock', tiny(run={'dir': 'mine'})).exists()
