@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from megajax.base.files.outputs import check_outputs
+from megajax.base.render.logs import log_to_terminal
 
 
 def report(
@@ -32,6 +33,7 @@ def report(
     is compiled; a run may still be in progress.
     """
     check_outputs(out)
+    log_to_terminal()
     os.environ['JAX_PLATFORMS'] = 'cpu'  # no device is needed, and a run may be using them
     from megajax.analysis.report import write_report  # here, because it imports jax
 

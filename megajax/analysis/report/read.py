@@ -1,6 +1,7 @@
 """Read run directories, even if a run is in progress or has only just started."""
 
 import dataclasses
+import logging
 import shlex
 from array import array
 from collections import defaultdict
@@ -12,7 +13,7 @@ import numpy as np
 
 from megajax.analysis.report.downsample import Floats
 from megajax.base.errors import reason
-from megajax.base.files.exists import is_file
+from megajax.base.files.exists import exists, is_file
 from megajax.base.files.json_file import parse_json
 from megajax.core.config import Config, ConfigError, RunError, load
 from megajax.core.config.load import CONFIG, run_like, runs_in
@@ -28,6 +29,8 @@ MAX_STEPS = 2**53  # integers below it are exact in float64, the dtype of column
 LARGEST_FLOAT = 2**1023
 MAX_PNG_BYTES = 400_000  # maximum size of an image in a report
 _PNG = b'\x89PNG\r\n'
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,10 +115,23 @@ class RunData:
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunData]:
-    """Read run directories. Raises ConfigError for a folder without a run or a repeated one."""
+    """Read run directories; among runs, leave out paths without a run, with a warning.
+
+    Raises ConfigError for a missing or repeated folder, and if none has a run.
+    """
+    has_run = any(is_file(folder / CONFIG) for folder in folders)
+    # A pattern such as runs/* also finds the folder of a start that was killed.
+    left_out = [
+        folder
+        for folder in folders
+        if has_run and not is_file(folder / CONFIG) and exists(folder) and not runs_in(folder)
+    ]
+    folders = [folder for folder in folders if folder not in left_out]
     faults = [*_faults(folders)]
     if faults:
         raise ConfigError(*faults)
+    for folder in left_out:
+        logger.warning('%s is left out: it is not a run directory (no %s)', folder, CONFIG)
     names = [folder.absolute().name for folder in folders]
     return [
         _read(folder, name if names.count(name) == 1 else str(folder))

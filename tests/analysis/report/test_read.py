@@ -107,6 +107,22 @@ def test_each_name_without_a_run_is_named_with_a_guess(finished_run: Path) -> No
     assert f'{empty} is not a run directory' in second
 
 
+def test_of_a_pattern_only_the_runs_are_read(
+    finished_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (failed := tmp_path / 'failed').mkdir()
+    (notes := tmp_path / 'notes.txt').touch()
+    assert [run.folder for run in read_runs([failed, finished_run, notes])] == [finished_run]
+    assert [record.getMessage() for record in caplog.records] == [
+        f'{path} is left out: it is not a run directory (no config.yaml)'
+        for path in (failed, notes)
+    ]
+    with pytest.raises(ConfigError, match='missing is not a run directory'):
+        read_runs([finished_run, tmp_path / 'missing'])
+    with pytest.raises(ConfigError, match='give the runs in it'):
+        read_runs([finished_run, finished_run.parent])
+
+
 def test_a_run_that_is_given_twice_is_refused(finished_run: Path) -> None:
     with pytest.raises(ConfigError, match='is given twice: remove one'):
         read_runs([finished_run, finished_run / '..' / finished_run.name])
