@@ -49,7 +49,8 @@ def _product(program: Program, place: Place) -> Key:
 
 def _value(program: Program, place: Place) -> Key:
     """Return a key that identifies a value; equal slices of the same array have equal keys."""
-    home, instruction = place = trace(program, place)
+    # A carried value is not what the iteration returns for it.
+    home, instruction = place = trace(program, place, around=False)
     if instruction.opcode == 'dynamic-slice':
         operands = (place.operand(index) for index in range(len(instruction.operands)))
         return (
@@ -59,6 +60,8 @@ def _value(program: Program, place: Place) -> Key:
         )
     if instruction.opcode == 'constant':
         return ('constant', instruction.results, instruction.line.partition('constant(')[2])
+    if instruction.opcode == 'get-tuple-element':
+        return (*_value(program, place.operand(0)), instruction.attribute('index'))
     return (home.name, instruction.name)
 
 

@@ -108,6 +108,40 @@ ENTRY %main (x: f32[8,8], all: f32[4,8,8], i: s32[]) -> f32[8,8] {{
 """
 
 
+def power_iteration(second: str) -> str:
+    """A loop that multiplies the value that it carries, updates it, and multiplies `second`."""
+    call = (
+        'custom_call_target="__cublas$lt$matmul", metadata={op_name="jit(f)/while/body/dot"}, '
+        'backend_config={"dot_dimension_numbers":{}}'
+    )
+    state = '(s32[], f32[8,8]{1,0}, f32[8,8]{1,0})'
+    return f"""HloModule m
+
+%body (state: {state}) -> {state} {{
+  %state = {state} parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %x = f32[8,8]{{1,0}} get-tuple-element(%state), index=1
+  %again = f32[8,8]{{1,0}} get-tuple-element(%state), index=1
+  %a = f32[8,8]{{1,0}} get-tuple-element(%state), index=2
+  %first = (f32[8,8]{{1,0}}, s8[64]{{0}}) custom-call(%x, %a), {call}
+  %product = f32[8,8]{{1,0}} get-tuple-element(%first), index=0
+  %updated = f32[8,8]{{1,0}} tanh(%product)
+  %second = (f32[8,8]{{1,0}}, s8[64]{{0}}) custom-call({second}, %a), {call}
+  ROOT %next = {state} tuple(%i, %updated, %a)
+}}
+
+%condition (state: {state}) -> pred[] {{
+  %state = {state} parameter(0)
+  ROOT %true = pred[] constant(true)
+}}
+
+ENTRY %main (start: {state}) -> {state} {{
+  %start = {state} parameter(0)
+  ROOT %loop = {state} while(%start), condition=%condition, body=%body
+}}
+"""
+
+
 def scatter(groups: str) -> str:
     """A scatter over the whole table, of which devices 0 and 1 keep the first half and 2 and 3 the
     second, summed over groups.
