@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from safetensors.numpy import save_file
 from support import on_mesh, random_params
 
 from megajax.core.config import ConfigError, load
-from megajax.interop.huggingface.directories import export_huggingface, import_huggingface
+from megajax.interop.huggingface.directories import Dtype, export_huggingface, import_huggingface
 from megajax.interop.huggingface.tensors import SINGLE, read_tensors
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
 from megajax.runtime.run.start import origin_of
@@ -35,6 +36,19 @@ def test_a_number_that_the_dtype_does_not_have_is_refused_by_name(tmp_path: Path
     export_huggingface(tmp_path / 'run', tmp_path / 'out', dtype='bfloat16')
     exported = dict(read_tensors(tmp_path / 'out'))[NAME]
     np.testing.assert_array_equal(exported, tensors[NAME].astype(ml_dtypes.bfloat16))
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'float16'])
+def test_a_weight_that_is_not_finite_is_named_with_its_position(
+    dtype: Dtype, tmp_path: Path
+) -> None:
+    config = load('tiny', ['model.num_layers=1', 'train.dtype=float32'])
+    with on_mesh(config), Checkpoints(tmp_path / 'run/checkpoints', config) as checkpoints:
+        params = random_params(config, 0.5)
+        params['norm']['weight'][...] = params['norm']['weight'][...].at[3].set(jnp.nan)
+        checkpoints.save({'params': params}, 1)
+    with pytest.raises(ConfigError, match='numbers are not finite, the first, nan, at'):
+        export_huggingface(tmp_path / 'run', tmp_path / 'out', dtype=dtype)
 
 
 @pytest.mark.parametrize(('bias', 'family'), [('false', 'phi3'), ('true', 'llama')])

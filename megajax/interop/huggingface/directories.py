@@ -181,7 +181,7 @@ def export_huggingface(
                 write_files(partial, model.vision)
             stored = ((name, x) for _, name, x in parts(checkpoint, [pieces]))
             arrays = (
-                _together([_cast(*next(stored), others.get(name, usual)) for _ in group])
+                _together([_cast(*next(stored), others.get(name, usual), source) for _ in group])
                 for name, group in joined.items()
             )
             write_tensors(partial, plan, arrays, shard_bytes=shard_bytes)
@@ -225,10 +225,13 @@ def _together(arrays: list[np.ndarray]) -> np.ndarray:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
-def _cast(name: str, x: np.ndarray, dtype: Dtype) -> np.ndarray:
+def _cast(name: str, x: np.ndarray, dtype: Dtype, source: Path) -> np.ndarray:
     with np.errstate(over='ignore'):  # the error below is clearer
         cast = x.astype(EXPORT_DTYPES[dtype], copy=False)
     if not np.isfinite(cast).all():
+        from megajax.interop.pieces import check_finite
+
+        check_finite(name, x, of=str(source))
         largest = float(np.abs(x).max())
         raise ConfigError(
             f'{name}: {largest:.6g} is beyond the range of {dtype}: export as bfloat16 or float32'
