@@ -1,4 +1,7 @@
-"""The files of a run that a resume reads: its config, its tokenizer and the model's companions."""
+"""The files of a run that a resume reads: its config, its tokenizer and the model's companions.
+
+A run's directory may be chosen by the user, so it is first searched for files of other origin.
+"""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -6,15 +9,41 @@ from tempfile import TemporaryDirectory
 import jax
 
 from megajax.base.errors import reason
+from megajax.base.files.exists import exists, is_file
 from megajax.base.files.outputs import write_file
-from megajax.core.config import Config, ConfigError, dump
+from megajax.base.render.text import typed
+from megajax.core.config import Config, ConfigError, dump, mistake
 from megajax.core.config.load import CONFIG
+from megajax.core.config.overrides import typed_override
 from megajax.core.config.recorded import OF_START
 from megajax.core.config.schema import RunConfig
-from megajax.runtime.checkpoint.hf_files import Companions
+from megajax.runtime.checkpoint.digests import find_steps
+from megajax.runtime.checkpoint.hf_files import FOLDER, Companions
 from megajax.runtime.checkpoint.record import TOKENIZER
 from megajax.runtime.data import Tokenizer
 from megajax.runtime.data.text.token_names import CONFIG as NAMES
+from megajax.runtime.run.lock import LOCK
+
+# Files and folders whose contents a run without a checkpoint replaces.
+REPLACED = CONFIG, TOKENIZER, NAMES, FOLDER, 'metrics.jsonl', 'samples.jsonl'
+
+
+def check_replaced(folder: Path) -> None:
+    """Raise ConfigError if a run in this folder would replace files that no run has written.
+
+    A run locks its folder before it writes anything else, and the file of the lock stays there.
+    """
+    found = [name for name in REPLACED if exists(folder / name, 'run.dir')]
+    if not found or is_file(folder / LOCK) or find_steps(folder / 'checkpoints'):
+        return
+    command = typed_override('run.dir', folder / 'run')
+    if CONFIG in found:
+        command = f'megajax train {typed(folder / CONFIG)} {command}'
+    message = (
+        f'{folder} has files that no run has written and that this run would replace: '
+        f'{", ".join(found)}; use a new folder, for example {command}'
+    )
+    raise mistake('run.dir', message)
 
 
 def write_inputs(

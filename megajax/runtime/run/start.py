@@ -30,6 +30,7 @@ from megajax.runtime.data.text.tokenizer import Tokenizer, load_tokenizer
 from megajax.runtime.data.token_pairs import manifest_of, prefixes_of
 from megajax.runtime.processes.consensus import from_first, text_from_first
 from megajax.runtime.run.infer_config import NO_FILES, candidates_of_start, tokenizer_of
+from megajax.runtime.run.inputs import check_replaced
 from megajax.runtime.run.lock import run_lock
 
 # The parts of a model that a run cannot add, by section.
@@ -215,8 +216,12 @@ def opened_folder(config: Config, name: str) -> Iterator[Path]:
     """Yield the run directory of a config, locked during the block.
 
     Without `run.dir` it is new, and deleted if the block fails before the run has its config.
+    Raises ConfigError, before it writes anything, if the directory has files of other origin that
+    the run would replace.
     """
     folder = run_folder(config, name)
+    if jax.process_index() == 0:
+        check_replaced(folder)
     try:
         with run_lock(folder):
             yield folder

@@ -1,16 +1,19 @@
 """The files of a run that a resume reads are there as a whole, or as they were."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
-from checkpoints import tiny
-from support import disk_full_at
+from checkpoints import make_state, tiny
+from support import disk_full_at, on_mesh
 
 from megajax.core.config import ConfigError, dump, load
+from megajax.runtime.checkpoint.checkpoints import Checkpoints
 from megajax.runtime.checkpoint.hf_files import Companions
 from megajax.runtime.data.text.tokenizer import byte_tokenizer, load_tokenizer
-from megajax.runtime.run.inputs import write_inputs
+from megajax.runtime.run.inputs import REPLACED, write_inputs
+from megajax.runtime.run.start import opened_folder
 
 
 def contents(run: Path) -> dict[str, bytes]:
@@ -50,3 +53,34 @@ def test_a_tokenizer_is_there_with_its_names_and_without_those_of_another(tmp_pa
     assert contents(tmp_path).keys() == {'config.yaml', 'tokenizer.json'}
     own = load_tokenizer(str(tmp_path / 'tokenizer.json'))
     assert own.fingerprint == byte_tokenizer().fingerprint
+
+
+@pytest.mark.parametrize('name', REPLACED)
+def test_a_file_that_no_run_has_written_is_not_replaced(name: str, tmp_path: Path) -> None:
+    own = tmp_path / 'my run' / name
+    own.parent.mkdir()
+    own.write_text('mine')
+    start = opened_folder(tiny(run={'dir': str(own.parent)}), 'a')
+    files = f'has files that no run has written and that this run would replace: {name}; use a new'
+    with pytest.raises(ConfigError, match=rf'^run\.dir: .* {re.escape(files)}') as raised, start:
+        pass
+    assert contents(own.parent) == {name: b'mine'}
+    *command, override = shlex.split(str(raised.value).rpartition('for example ')[2])
+    assert command == (['megajax', 'train', str(own)] if name == 'config.yaml' else [])
+    new = tiny(run={'dir': override.removeprefix('run.dir=')})
+    with opened_folder(new, 'a') as folder:
+        assert folder == own.parent / 'run'
+
+
+def test_the_folder_of_a_run_that_was_killed_or_lost_its_lock_is_taken(tmp_path: Path) -> None:
+    config = tiny(run={'dir': str(tmp_path)})
+    with opened_folder(config, 'a'):
+        write_inputs(tmp_path, config, None, Companions())
+    with opened_folder(config, 'a'):  # before its first checkpoint
+        (tmp_path / 'lock').unlink()
+    with pytest.raises(ConfigError), opened_folder(config, 'a'):
+        pass
+    with on_mesh(config), Checkpoints(tmp_path / 'checkpoints', config) as checkpoints:
+        checkpoints.save(make_state(config, 1), 1)
+    with opened_folder(config, 'a'):
+        pass
