@@ -59,7 +59,8 @@ def kernels(program: Program, *, also_unused: bool = False) -> Iterator[Kernel]:
     for computation in launching(program):
         times = program.times[computation.name]
         for instruction in computation.instructions:
-            if (times or also_unused) and is_launched(instruction) and kind_of(instruction) is None:
+            is_kernel = is_launched(instruction) and not _communicates(program, instruction)
+            if is_kernel and (times or also_unused):
                 multiplied = tuple(inside(program, computation, instruction))
                 yield Kernel(
                     computation,
@@ -69,6 +70,11 @@ def kernels(program: Program, *, also_unused: bool = False) -> Iterator[Kernel]:
                     bytes_moved(program, computation, instruction),
                     multiplied,
                 )
+
+
+def _communicates(program: Program, instruction: Instruction) -> bool:
+    """Return whether an instruction is a collective, or a fusion of one and of slices."""
+    return any(kind_of(each) for each in _within(program, instruction))
 
 
 def _kind(

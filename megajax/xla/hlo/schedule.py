@@ -42,14 +42,25 @@ def overlap(program: Program, computation: Computation, start: Instruction) -> t
 
 def span(program: Program, computation: Computation, start: Instruction) -> Span | None:
     """Find where a collective starts and ends; return None if it is synchronous."""
-    home, first = computation, start
-    for caller, instruction in program.callers.get(computation.name, ()):
-        if instruction.opcode == 'async-start':
-            home, first = caller, instruction
+    home, first = launch_of(program, computation, start)
     if not first.opcode.endswith('-start') or '"is_sync":true' in first.attributes:
         return None
     end = _end_of(home, first)
     return Span(home, home.place_of[first.name], home.place_of[end.name])
+
+
+def launch_of(
+    program: Program, computation: Computation, instruction: Instruction
+) -> tuple[Computation, Instruction]:
+    """Return the fusion or start that executes an instruction, or the instruction, and its home."""
+    home, first = computation, instruction
+    while callers := [each for each in program.callers.get(home.name, ()) if _launches(each[1])]:
+        home, first = callers[-1]
+    return home, first
+
+
+def _launches(caller: Instruction) -> bool:
+    return caller.opcode in ('fusion', 'fusion-start', 'async-start')
 
 
 def _end_of(home: Computation, start: Instruction) -> Instruction:

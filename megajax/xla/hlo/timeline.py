@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from megajax.xla.hlo.program import Computation, Instruction, Program
-from megajax.xla.hlo.schedule import Place, Sent, span
+from megajax.xla.hlo.schedule import Place, Sent, launch_of, span
 
 
 class Timeline(NamedTuple):
@@ -49,11 +49,16 @@ class _Walk:
         self.seconds = defaultdict[str, float](float)
         self.starts = defaultdict[str, dict[int, list[Place]]](lambda: defaultdict(list))
         self.ends = defaultdict[str, dict[int, list[Place]]](lambda: defaultdict(list))
+        self.synchronous = defaultdict[Place, list[Sent]](list)  # by what executes them
         for place in sent:
             computation = program.computations[place[0]]
-            if under_way := span(program, computation, computation.by_name[place[1]]):
+            instruction = computation.by_name[place[1]]
+            if under_way := span(program, computation, instruction):
                 self.starts[under_way.home.name][under_way.begin].append(place)
                 self.ends[under_way.home.name][under_way.end].append(place)
+            else:
+                home, launch = launch_of(program, computation, instruction)
+                self.synchronous[home.name, launch.name].append(sent[place])
 
     def run(self, computation: Computation) -> None:
         """Run the instructions of a computation once."""
@@ -69,8 +74,9 @@ class _Walk:
         place = computation.name, instruction.name
         if is_sent:
             return
-        if place in self.sent:  # synchronous
-            self.seconds[NOW] = self._send(self.sent[place])
+        if place in self.synchronous:
+            for transfer in self.synchronous[place]:
+                self.seconds[NOW] = self._send(transfer)
         elif instruction.opcode == 'while':
             self._loop(instruction)
         elif instruction.opcode in ('call', 'conditional'):

@@ -83,13 +83,15 @@ WRAPPED = f"""
 ASYNC = '((f32[8,16]{1,0}), f32[32,16]{1,0}, u32[]) async-start(%p), calls=%wrapped'
 
 
-@pytest.mark.parametrize('named_again', ['', ', calls=%wrapped'])
-def test_a_wrapped_collective_runs_once_in_the_background_from_start_to_done(named_again):
+@pytest.mark.parametrize(
+    ('opcode', 'named_again'), [('async', ''), ('async', ', calls=%wrapped'), ('fusion', '')]
+)
+def test_a_wrapped_collective_runs_once_in_the_background_from_start_to_done(opcode, named_again):
     [one] = read(
         f"""
-        %start = {ASYNC}
+        %start = {ASYNC.replace('async', opcode)}
         %product = {DOT}
-        %done = f32[32,16]{{1,0}} async-done(%start){named_again}
+        %done = f32[32,16]{{1,0}} {opcode}-done(%start){named_again}
         """,
         before=WRAPPED,
     )

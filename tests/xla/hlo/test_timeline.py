@@ -3,6 +3,7 @@
 import pytest
 from schedules import LOOP, body, done, product, program, start
 
+from megajax.xla.hlo.kernels import kernels
 from megajax.xla.hlo.program import Program
 from megajax.xla.hlo.schedule import Sent
 from megajax.xla.hlo.timeline import Timeline, timeline
@@ -39,6 +40,36 @@ def test_transfers_of_one_link_wait_for_each_other() -> None:
 def test_everything_waits_for_a_synchronous_transfer() -> None:
     sync = '%s = f32[8,16]{1,0} all-reduce(%p), replica_groups={}, to_apply=%add'
     assert time(program(sync, product('d'))) == Timeline(2, 3)
+
+
+WRAPPED = """%wrapped (x: f32[8,16]) -> f32[8,16] {
+  %x = f32[8,16]{1,0} parameter(0)
+  ROOT %inside = f32[8,16]{1,0} all-reduce(%x), replica_groups={}, to_apply=%add
+}
+"""
+STARTED = '((f32[8,16]{1,0}), f32[8,16]{1,0}, s32[])'
+SYNC = ', backend_config={"collective_backend_config":{"is_sync":true}}'
+
+
+@pytest.mark.parametrize(
+    ('started', 'attributes', 'exposed'),
+    [
+        ('async', '', 1),
+        ('async', SYNC, 3),
+        ('fusion', ', kind=kCustom', 1),
+        ('', ', kind=kCustom', 3),
+    ],
+)
+def test_a_transfer_in_a_fusion_or_an_asynchronous_computation_takes_its_time(
+    started: str, attributes: str, exposed: float
+) -> None:
+    called = f'(%p), calls=%wrapped{attributes}'
+    array = 'f32[8,16]{1,0}'
+    first = f'%s = {STARTED} {started}-start' if started else f'%s = {array} fusion'
+    last = [f'%s.done = {array} {started}-done(%s)'] if started else []
+    written = program(f'{first}{called}', product('d'), *last, before=WRAPPED)
+    assert time(written) == Timeline(2, exposed)
+    assert [kernel.instruction.name for kernel in kernels(written)] == ['d', 'result']
 
 
 @pytest.mark.parametrize('hides', [True, False])
