@@ -16,6 +16,7 @@ from megajax.core.train.scaling import WINDOW
 from megajax.interop.megatron.command_line.arguments import read_arguments
 from megajax.interop.megatron.command_line.line import KNOWN, read_line
 from megajax.interop.megatron.command_line.to_config import from_megatron
+from megajax.interop.megatron.export import _arguments as arguments_of
 
 SMALL = (
     'pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 '
@@ -830,3 +831,24 @@ def test_no_argument_is_in_two_rows_of_the_table() -> None:
 
     names = [*known_names(), *ONLY]
     assert sorted(names) == KNOWN
+
+
+@pytest.mark.parametrize('factor', [2.0, 32.0])
+@pytest.mark.parametrize('kind', ['linear', 'llama3'])
+def test_the_arguments_of_an_export_scale_the_rope_as_its_model(
+    kind: str, factor: float, tmp_path: Path
+) -> None:
+    scaling = {'type': kind, 'factor': factor}
+    model = load('llama3_8b', [f'model.rope_scaling={json.dumps(scaling)}']).model
+    printed = arguments_of(model, 1, 1, 1, 'local')
+    found = config_of(f'{SMALL}--position-embedding-type rope {printed}', tmp_path).model
+    assert found.rope_scaling == model.rope_scaling
+    learned = config_of(f'{SMALL}--position-embedding-type learned_absolute {printed}', tmp_path)
+    assert learned.model.rope_scaling is None
+
+
+def test_two_scalings_of_the_rope_are_refused() -> None:
+    added = '--position-embedding-type rope --use-rope-scaling '
+    said = r'--rotary-seq-len-interpolation-factor 4: .* leave it or --use-rope-scaling out'
+    with pytest.raises(ConfigError, match=said):
+        convert(f'{SMALL}{added}--rotary-seq-len-interpolation-factor 4')

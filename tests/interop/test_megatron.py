@@ -250,6 +250,7 @@ def of_experts(**experts: Any) -> Config:
     'config',
     [
         make_config('llama', model={'rope_scaling': LLAMA3}),
+        make_config('llama', model={'rope_scaling': {'type': 'linear', 'factor': 4}}),
         make_config('llama', model={'layers': [{'window': 4}, {}]}),
         of_experts(),
         of_experts(normalize=False),
@@ -306,6 +307,10 @@ def test_what_megatrons_files_do_not_hold_is_refused_by_name(config: Config, sai
         (
             make_config('llama', model={'rope_scaling': LLAMA3 | {'high_freq_factor': 8.0}}),
             r'model\.rope_scaling\.high_freq_factor=8: .* with 4',
+        ),
+        (
+            make_config('llama', model={'rope_scaling': {'type': 'linear', 'factor': 2.5}}),
+            r'model\.rope_scaling\.factor=2\.5: .* only whole factors',
         ),
         (
             make_config('llama', model={'layers': [{'window': 4}, {'window': 8}]}),

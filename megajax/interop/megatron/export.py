@@ -9,7 +9,7 @@ import numpy as np
 from megajax.core.config import ConfigError, ModelConfig, dump, reload
 from megajax.core.config.lora import without_adapters
 from megajax.interop.folder import new_folder
-from megajax.interop.megatron.limits import check_arguments
+from megajax.interop.megatron.limits import check_arguments, scaling_of
 from megajax.interop.megatron.rank_files import (
     FILE,
     RELEASE,
@@ -121,6 +121,11 @@ def _arguments(
         given.append(f'--num-layers-per-virtual-pipeline-stage {layers}')
     if model.zero_centered_norm:
         given.append('--apply-layernorm-1p')
+    scaling = scaling_of(model)
+    if scaling and scaling.type == 'linear':
+        given.append(f'--rotary-seq-len-interpolation-factor {scaling.factor:.0f}')
+    elif scaling:
+        given.append(f'--use-rope-scaling --rope-scaling-factor {scaling.factor:g}')
     if model.experts is None:
         return ' '.join(given)
     # Each expert has its own tensors, which the grouped matmuls of Megatron-LM do not load.

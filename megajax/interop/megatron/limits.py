@@ -60,7 +60,18 @@ def _ropes(model: ModelConfig) -> set[tuple[float, RopeScaling | None]]:
     return {(layer.rope_theta, layer.rope_scaling) for layer in model.pattern if layer.rotates}
 
 
+def scaling_of(model: ModelConfig) -> RopeScaling | None:
+    """Return the scaling of the rotary embeddings, which all layers that have them share."""
+    return next((scaling for _, scaling in _ropes(model)), None)
+
+
 def _check_layers(model: ModelConfig) -> None:
+    for scaling in (x for _, x in _ropes(model) if x and x.type == 'linear'):
+        if scaling.factor % 1:
+            raise ConfigError(
+                f'model.rope_scaling.factor={scaling.factor:g}: Megatron-LM has only whole factors '
+                'of linear scaling; such a model can be exported with `megajax export hf`'
+            )
     for scaling in (x for _, x in _ropes(model) if x and x.type == 'llama3'):
         for key, value in SCALING.items():
             if getattr(scaling, key) != value:

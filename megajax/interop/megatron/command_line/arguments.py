@@ -24,7 +24,6 @@ ONLY: dict[str, Only] = {
     'heterogeneous_layers_config_path': Only((), 'all layers are the same'),
     'softmax_type': Only(('vanilla',), 'give vanilla'),
     'rotary_interleaved': Only((False,), 'a pair has an element from each half: leave it out'),
-    'rotary_seq_len_interpolation_factor': Only((), 'use model.rope_scaling'),
     'apply_residual_connection_post_layernorm': Only(
         (False,), 'the residual is taken before the norm, without which deep models do not train'
     ),
@@ -40,6 +39,7 @@ ONLY: dict[str, Only] = {
     'activation_func_clamp_value': Only((), 'activations are not limited: leave it out'),
     'experimental_attention_variant': Only((), 'every layer has softmax attention: leave it out'),
 }
+INTERPOLATION = 'rotary_seq_len_interpolation_factor'
 MULTIPLE, PADDING = 'make_vocab_size_divisible_by', 128  # with its default
 # Arguments that came with megatron-core's layers.
 OF_CORE = 'use_mcore_models', 'use_legacy_models', 'deprecated_use_mcore_models'
@@ -63,6 +63,8 @@ def rejected(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
         value = arguments.get(name)
         if not (value is None or any(value is x or value == x for x in only.allowed)):
             yield name, value, only.instead
+    if arguments.get(INTERPOLATION) and arguments.get('use_rope_scaling'):
+        yield INTERPOLATION, arguments[INTERPOLATION], 'leave it or --use-rope-scaling out'
     for name, instead in experts.unsupported(arguments) if has_experts else ():
         yield name, arguments.get(name), instead
 
@@ -171,6 +173,8 @@ def _model(arguments: Mapping[str, Any], vocab_size: Any, rope: bool) -> Keys:
     if rope:
         model['rope_theta'] = float(get('rotary_base', 10000))
         model['rotary_fraction'] = float(get('rotary_percent', 1.0))
+    if rope and get(INTERPOLATION):
+        model['rope_scaling'] = {'type': 'linear', 'factor': float(get(INTERPOLATION))}
     if rope and get('use_rope_scaling', False):
         model['rope_scaling'] = {
             'type': 'llama3',

@@ -19,7 +19,7 @@ KEYS = """
     model.layers: window_attn_skip_freq no_rope_freq
     model.rope_theta: rotary_base
     model.rotary_fraction: rotary_percent
-    model.rope_scaling: use_rope_scaling rope_scaling_factor
+    model.rope_scaling: use_rope_scaling rope_scaling_factor rotary_seq_len_interpolation_factor
     model.qk_norm: qk_layernorm
     model.zero_centered_norm: apply_layernorm_1p
     model.bias: add_bias_linear

@@ -12,7 +12,7 @@ from typing import Any
 READ: Mapping[type, str] = {
     int: """
         num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels
-        max_position_embeddings vocab_size rotary_base
+        max_position_embeddings vocab_size rotary_base rotary_seq_len_interpolation_factor
         tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
         num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
         num_distributed_optimizer_instances
