@@ -18,7 +18,8 @@ Constraints between sizes, such as `model.ffn_size` and `mesh.model`, are not li
 neither are combinations of three features. A key without a value means any value but its default:
 `data.order`, for example, means `megatron` or `streamed`.
 """
-_KEY = re.compile(r'\b[a-z]+\.[a-z0-9_]+(=[\w.\[\]]+)?')  # a key, or a key and its value
+# a key, or a key or section and its value
+_KEY = re.compile(r'\b[a-z]+\.[a-z0-9_]+(=[\w.\[\]]+)?|\b[a-z]+=null')
 
 
 def conflicts(

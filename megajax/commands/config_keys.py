@@ -26,9 +26,10 @@ megajax config conflicts             # the settings that cannot be combined
 ```
 
 A key with two dots is part of a group. `model.experts.capacity=1.25` changes the group of the file;
-without one, set the group as a whole: `train.profile='{start: 10, steps: 3}'`. A default such as
-`4 * hidden_size` follows from other keys of the section. It also does in the config of a run or a
-checkpoint: `model.hidden_size=1024` changes a recorded `ffn_size` that equals its formula.
+without one, set the group as a whole: `train.profile='{start: 10, steps: 3}'`. `lora=null` removes
+the section `lora` of the file. A default such as `4 * hidden_size` follows from other keys of the
+section. It also does in the config of a run or a checkpoint: `model.hidden_size=1024` changes a
+recorded `ffn_size` that equals its formula.
 """
 
 

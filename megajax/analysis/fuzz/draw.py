@@ -169,6 +169,8 @@ def _sections(settings: Settings, pinned: Mapping[str, Any]) -> dict[str, dict[s
         if path in KEYS:
             section, key = path.split('.')
             sections.setdefault(section, {})[key] = value
+        elif path in SECTIONS:  # without the section
+            sections.pop(path, None)
     _complete(sections, pinned)
     return sections
 

@@ -60,7 +60,7 @@ FEATURES: Mapping[str, tuple[Callable[['Config'], bool], str]] = {
         lambda config: config.vision is not None and bool(config.vision.deepstack),
         'vision.deepstack=[]',
     ),
-    'lora': (lambda config: config.lora is not None, 'no lora'),
+    'lora': (lambda config: config.lora is not None, 'lora=null'),
     'mesh.replicas': (lambda config: config.mesh.replicas > 1, 'mesh.replicas=1'),
     'mesh.stages': (lambda config: config.mesh.stages > 1, 'mesh.stages=1'),
     'mesh.context': (lambda config: config.mesh.context > 1, 'mesh.context=1'),

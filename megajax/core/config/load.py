@@ -135,6 +135,8 @@ def _resolve(
     """
     if written is None:
         raise ConfigError(*problems)
+    # an override of a section, such as lora=null, removes all of it
+    written = {path: x for path, x in written.items() if path.partition('.')[0] not in overridden}
     settings, before = written | overridden, [*problems]
     sections, unsettled = validate(settings, file, problems)
     found = incompatibilities(Config.model_construct(**sections), **checked._asdict())

@@ -12,10 +12,11 @@ from megajax.base.render.text import typed
 from megajax.core.config.bounded_yaml import explain, has_comment, parse
 from megajax.core.config.keys import Key, keys_in
 from megajax.core.config.renamed import RENAMED, current
-from megajax.core.config.schema import SECTIONS, keys_of
+from megajax.core.config.schema import SECTIONS, Config, keys_of
 from megajax.core.config.synonyms import key_of_option, nearest_key, without_a_key
 
 KEYS = {f'{name}.{key}': key for name in SECTIONS for key in keys_of(name)}
+OPTIONAL = [name for name in SECTIONS if Config.model_fields[name].default is None]
 LONGEST_KEY = 100  # characters in a path; in the schema, fewer than 60
 
 
@@ -51,13 +52,17 @@ def read_overrides(
 
     An override of a key in a group changes the group as an earlier override or else the file
     (`written`) sets it. It is also a setting by itself, so that its place can be reported.
+    `lora=null` is a setting of the section: it removes the keys that are set before it.
     """
     settings: dict[str, Setting] = {}
     for override in overrides:
         path, equals, text = override.partition('=')
         path = path.strip()
         place = f'override {override}'
-        if not equals or path in SECTIONS or path.startswith('-'):
+        if path in OPTIONAL and text.strip() in ('null', '~'):
+            settings = {key: x for key, x in settings.items() if not key.startswith(f'{path}.')}
+            settings[path] = Setting(None, place)
+        elif not equals or path in SECTIONS or path.startswith('-'):
             key = key_of_option(path, KEYS) if path.startswith('-') else None
             example = f'{key}=VALUE' if key else 'for example train.steps=100'
             example = without_a_key(path.lstrip('-')) or example

@@ -28,7 +28,8 @@ def validate(
             for key in keys_of(name)
             if f'{name}.{key}' in settings
         }
-        if not given and name not in settings and Config.model_fields[name].default is None:
+        is_absent = name not in settings or settings[name].value is None
+        if not given and is_absent and Config.model_fields[name].default is None:
             continue
         try:
             sections[name] = section.model_validate(given)

@@ -123,6 +123,12 @@ def test_settings_that_are_fixed_are_in_every_config():
         assert config.model.experts.count == 4
 
 
+def test_a_section_that_is_fixed_to_null_is_in_no_config(drawn):
+    assert any(config.lora is not None for config in drawn[:20])
+    fixed = [draw(0, LAYOUTS * model, ['lora=null']) for model in range(20)]
+    assert all(config.lora is None for config in fixed)
+
+
 def test_fixed_settings_that_conflict_are_rejected_with_the_rules_of_the_config():
     with pytest.raises(ConfigError, match='2-D tensor parallelism does not support experts'):
         draw(0, 0, ('model.experts={count: 4, active: 2, ffn_size: 64}', 'mesh.model_rows=2'))

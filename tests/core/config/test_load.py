@@ -54,6 +54,21 @@ def test_a_section_may_be_null_or_have_its_defaults(tmp_path: Path, absent: str)
     assert load(write(tmp_path, f'{MODEL}{absent}\n')) == load(write(tmp_path, MODEL))
 
 
+@pytest.mark.parametrize('absent', ['lora=null', 'lora=~'])
+def test_an_override_removes_a_section_that_may_be_null(tmp_path: Path, absent: str) -> None:
+    begun = load(write(tmp_path, f'{MODEL}lora: {{rank: 4, alpha: 8.0}}\n'))
+    assert begun.lora is not None
+    without = load(write(tmp_path, MODEL))
+    assert reload(begun.model_dump(mode='json'), [absent], place='record.json') == without
+    for keys in ('{}', '{rank: 4}'):
+        assert load(write(tmp_path, f'{MODEL}lora: {keys}\n'), [absent]) == without
+    again = load(tmp_path / 'run.yaml', ['lora.alpha=2', absent, 'lora.rank=8']).lora
+    assert again is not None
+    assert (again.rank, again.alpha) == (8, 32.0)
+    (said,) = mistakes(tmp_path / 'run.yaml', 'mesh=null')
+    assert said.startswith('override mesh=null: not of the form section.key=value')
+
+
 @pytest.mark.parametrize(
     ('scaling', 'said'),
     [
