@@ -122,6 +122,8 @@ def unknown(path: str, problems: list[Problem]) -> str:
     section, _, key = path.partition('.')
     if path in KEYS:
         return f'is not a section; write it under {section}, as {section}: {{{key}: VALUE}}'
+    if path.endswith('<<'):
+        return 'merges are supported only inside a group such as model.experts; write the keys here'
     if instead := without_a_key(path):
         return f'unknown key; {instead}'
     inside = [each.path for each in keys_in()] if path.count('.') > 1 else []

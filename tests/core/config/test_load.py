@@ -54,6 +54,16 @@ def test_a_section_may_be_null_or_have_its_defaults(tmp_path: Path, absent: str)
     assert load(write(tmp_path, f'{MODEL}{absent}\n')) == load(write(tmp_path, MODEL))
 
 
+def test_a_merge_is_read_inside_a_group_and_rejected_with_its_line_elsewhere(
+    tmp_path: Path,
+) -> None:
+    file = write(tmp_path, f'{MODEL[:-2]}, layers: [&one {{window: 8}}, {{<<: *one}}]}}\n')
+    assert [one.window for one in load(file).model.layers] == [8, 8]
+    said = 'merges are supported only inside a group such as model.experts; write the keys here'
+    for text, path in ('train: {<<: {steps: 5}}', 'train.<<'), ('<<: {train: {steps: 5}}', '<<'):
+        assert mistakes(write(tmp_path, f'{MODEL}{text}\n')) == [f'{file}:2: {path}: {said}']
+
+
 @pytest.mark.parametrize('absent', ['lora=null', 'lora=~'])
 def test_an_override_removes_a_section_that_may_be_null(tmp_path: Path, absent: str) -> None:
     begun = load(write(tmp_path, f'{MODEL}lora: {{rank: 4, alpha: 8.0}}\n'))
