@@ -47,15 +47,22 @@ def check_replaced(folder: Path) -> None:
 
 
 def write_inputs(
-    folder: Path, config: Config, tokenizer: Tokenizer | None, companions: Companions
+    folder: Path,
+    config: Config,
+    tokenizer: Tokenizer | None,
+    companions: Companions,
+    *,
+    step: int = 0,
 ) -> None:
-    """Write a run's inputs to its folder; only the first process does so.
+    """Write the inputs of a run that is at `step` to its folder; only the first process does so.
 
     This is for a start that has passed every check: a rejected one leaves the files as they were.
+    So does one that has no step to take, because the run was not trained with these inputs.
     A file that has not changed is not written again; each file is complete, or as it was before.
     Raises ConfigError if a file cannot be written.
     """
-    if jax.process_index():
+    is_finished = step >= config.train.steps and (folder / CONFIG).is_file()
+    if jax.process_index() or is_finished:
         return
     files = _files_of(tokenizer) if tokenizer is not None else {}
     # The config is written last: it makes the folder a run, which has its other files by then.

@@ -228,7 +228,8 @@ def _train(
                 stop=stop,
                 watchdog=watchdog,
             )
-            write_inputs(folder, config, data.tokenizer, _carry_along(checkpoints, companions))
+            companions = _carry_along(checkpoints, companions)
+            write_inputs(folder, config, data.tokenizer, companions, step=step)
             try:
                 trainer.train()
             except StopRequested:

@@ -47,6 +47,18 @@ def test_the_config_keeps_no_key_of_one_start(tmp_path: Path) -> None:
     assert load(tmp_path / 'config.yaml') == tiny(run={'max_minutes': 5.0})
 
 
+def test_a_start_without_a_step_to_take_leaves_the_files(tmp_path: Path) -> None:
+    config = tiny(train={'steps': 3})
+    write_inputs(tmp_path, config, None, Companions(), step=3)  # a copy without a config
+    before = contents(tmp_path)
+    assert before.keys() == {'config.yaml'}
+    other = tiny(train={'steps': 3}, optim={'lr': 0.5})
+    write_inputs(tmp_path, other, byte_tokenizer(), Companions(), step=3)
+    assert contents(tmp_path) == before
+    write_inputs(tmp_path, other, byte_tokenizer(), Companions(), step=2)
+    assert contents(tmp_path)['config.yaml'] != before['config.yaml']
+
+
 def test_a_tokenizer_is_there_with_its_names_and_without_those_of_another(tmp_path: Path) -> None:
     (tmp_path / 'tokenizer_config.json').write_text('{"eos_token": "<other>"}')
     write_inputs(tmp_path, tiny(), byte_tokenizer(), Companions())

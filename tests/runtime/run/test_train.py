@@ -43,12 +43,13 @@ def losses(folder: Path) -> list[float]:
 def test_a_script_trains_and_a_mistake_has_the_exit_code_of_the_command(tmp_path: Path) -> None:
     folder = write_run(tmp_path, CONFIG)
     for is_finished in (False, True):
-        process = start(folder)
+        process = start(folder, *(['optim.lr=0.5'] if is_finished else []))
         out, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
         assert ('nothing to do: the checkpoint is at step 3' in out) == is_finished
         assert out.splitlines()[-1].startswith("run/checkpoints/3 {'step': 3,")
         assert (folder / 'run/checkpoints/3').is_dir()
+        assert load(folder / 'run/config.yaml').optim.lr != 0.5
     process = start(folder, 'mesh.model=3')
     _, err = process.communicate(timeout=60)
     assert process.returncode == 2
