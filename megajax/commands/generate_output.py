@@ -1,5 +1,6 @@
 """Print continuations as they are generated, as JSON lines or as text."""
 
+import codecs
 import json
 import math
 import sys
@@ -7,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megajax.base.files.outputs import with_folder
+from megajax.base.files.outputs import write_output
 from megajax.base.render.text import visible
 
 if TYPE_CHECKING:
@@ -17,9 +18,11 @@ if TYPE_CHECKING:
 
 
 def print_json(row: 'Continuation', **asked: str) -> None:
-    """Print the fields of `asked`, and the generated text, as a line of JSON."""
+    """Print the fields of `asked`, and the generated text, as a line of JSON in UTF-8 or ASCII."""
     line = {**asked, 'text': row.text, 'tokens': len(row.ids), 'end': row.end}
-    print(json.dumps(line, ensure_ascii=False), flush=True)
+    # The escapes of stdout for what its encoding lacks, such as \xe9, are not those of JSON.
+    is_utf8 = codecs.lookup(sys.stdout.encoding or 'utf-8').name == 'utf-8'
+    print(json.dumps(line, ensure_ascii=not is_utf8), flush=True)
 
 
 def write_results(
@@ -33,7 +36,7 @@ def write_results(
         }
         for task, values in results.items()
     }
-    with_folder(path).write_text(json.dumps({**about, 'results': finite}, indent=2) + '\n')
+    write_output(path, json.dumps({**about, 'results': finite}, indent=2) + '\n')
 
 
 def as_json(prompts: Sequence[str]) -> Any:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from megajax.base.files.outputs import check_outputs, with_folder
+from megajax.base.files.outputs import check_outputs, write_output
 from megajax.commands.inspect_fuzz import fuzz
 from megajax.commands.options import DefaultGroup
 from megajax.core.config import Config, ConfigError, load
@@ -137,11 +137,11 @@ def step(
 
         findings = [*inspection.findings, *over_budget(inspection, limits)]
         inspection = inspection.model_copy(update={'findings': findings})
-    if json:
-        with_folder(json).write_text(inspection.model_dump_json(indent=2))
-    if hlo:
-        with_folder(hlo).write_text(text)
     _print(inspection, kernels=kernels, memory=memory)
+    if json:
+        write_output(json, inspection.model_dump_json(indent=2))
+    if hlo:
+        write_output(hlo, text)
     raise typer.Exit(0 if inspection.ok else 1)
 
 
@@ -197,7 +197,7 @@ def _read_inspection(source: str) -> 'Inspection | Config':
     from megajax.analysis.inspect.result import Inspection
 
     try:
-        return Inspection.model_validate_json(path.read_text())
+        return Inspection.model_validate_json(path.read_bytes())
     except OSError as error:
         raise ConfigError(f'{path} cannot be read: {error.strerror}') from error
     except ValueError as error:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from megajax.base.files.outputs import check_outputs, with_folder
+from megajax.base.files.outputs import check_outputs, write_output
 
 LONGEST = 10  # default of --top
 
@@ -40,8 +40,6 @@ def profile(
     from megajax.base.render.console import as_text
 
     result = read(run, gpu=gpu)
-    if json:
-        with_folder(json).write_text(result.model_dump_json(indent=2))
     console = Console(highlight=False)
     shown = tables(result, top=top or LONGEST, with_instructions=top is not None)
     console.print(
@@ -49,3 +47,5 @@ def profile(
         soft_wrap=not console.is_terminal,
         markup=False,
     )
+    if json:
+        write_output(json, result.model_dump_json(indent=2))

@@ -53,8 +53,8 @@ def explained(
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
-    (folder / CONFIG).write_text(dump(config))
-    (folder / SMALLEST).write_text(dump(small))
+    (folder / CONFIG).write_bytes(dump(config).encode())
+    (folder / SMALLEST).write_bytes(dump(small).encode())
     (folder / 'versions.json').write_text(json.dumps(versions(), indent=2) + '\n')
     found = case.model_copy(update={'smallest': described(small)})
 

@@ -42,7 +42,7 @@ def compile_in_child(
     """Compile the training step in a child process, and call `meanwhile` while it compiles."""
     with tempfile.TemporaryDirectory() as folder:
         task, result = Path(folder, 'task'), Path(folder, 'result')
-        task.write_text(config.model_dump_json())
+        task.write_bytes(config.model_dump_json().encode())
         arguments = task, result, target, hosts
         call_in_child(
             'megajax.analysis.inspect.compile', *arguments, target=target, meanwhile=meanwhile

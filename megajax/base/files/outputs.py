@@ -54,6 +54,19 @@ def with_folder(path: Path) -> Path:
     return path
 
 
+def write_output(path: Path, text: str) -> None:
+    """Write the text that a command was asked for, in UTF-8; create the folder of the file.
+
+    Raises ConfigError if it cannot be written, for example because the disk is full.
+    """
+    try:
+        with_folder(path).write_bytes(text.encode())
+    except OSError as error:
+        raise ConfigError(
+            f'{path} cannot be written: {error.strerror}; free some space, or choose another file'
+        ) from error
+
+
 def write_file(path: Path, content: bytes) -> None:
     """Write a file atomically: it gets its name only when it is on the disk.
 

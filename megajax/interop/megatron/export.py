@@ -85,7 +85,7 @@ def export_megatron(
                 for holder, name, x in parts(checkpoint, pieces):
                     file, index = places[holder, name]
                     files[file].write(index, x)
-            (partial / 'config.yaml').write_text(dump(config))
+            (partial / 'config.yaml').write_bytes(dump(config).encode())
             (partial / TRACKER).write_text(RELEASE)
     return _arguments(config.model, ranks, stages, virtual_stages, transformer_impl)
 

@@ -118,7 +118,7 @@ class Profiler:
         self._program_folder.mkdir(parents=True, exist_ok=True)
         text = program_text(self.compiled)
         (self._program_folder / PROGRAM).write_bytes(compressed(text))
-        (self._program_folder / CONFIG).write_text(dump(self._config))
+        (self._program_folder / CONFIG).write_bytes(dump(self._config).encode())
 
     def _stop(self) -> None:
         self._tracing = False

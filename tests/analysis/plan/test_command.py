@@ -7,7 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from support import exhaustive
+from support import disk_full_at, exhaustive
 from support import megajax as run_here
 from typer.testing import CliRunner
 
@@ -72,6 +72,15 @@ def test_the_command_says_what_the_call_says(tmp_path):
     } <= set(titles)
     assert megajax.load(winner) == called.fastest()
     assert called.fastest().mesh.data * called.fastest().mesh.model == 8
+
+
+def test_on_a_full_disk_the_plan_is_printed_and_its_file_is_a_mistake(tmp_path):
+    arguments = 'plan', 'gpt2_345m', *TWO_BY_FOUR, '--gpu', 'h100', '--json', str(tmp_path / 'x')
+    with disk_full_at(10):
+        done = CliRunner().invoke(app, arguments)
+    assert isinstance(done.exception, ConfigError)
+    assert 'cannot be written: File too large' in str(done.exception)
+    assert str(two_by_four()) in done.stdout
 
 
 def test_a_config_on_its_own_mesh_is_planned_as_it_is():

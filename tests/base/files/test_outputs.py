@@ -1,10 +1,21 @@
 """A command says before it computes which of its files cannot be written."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from support import ROOT, disk_full_at
 
-from megajax.base.files.outputs import check_outputs, replace_file, sync, url_of, with_folder
+from megajax.base.files.outputs import (
+    check_outputs,
+    replace_file,
+    sync,
+    url_of,
+    with_folder,
+    write_output,
+)
 from megajax.core.config import ConfigError
 
 
@@ -16,6 +27,28 @@ def test_the_folders_of_a_file_are_created_when_it_is_written_and_not_before(
     assert not list(tmp_path.iterdir())
     with_folder(path).write_text('{}')
     check_outputs(path)
+
+
+ASCII = """
+import sys
+from pathlib import Path
+from megajax.base.files.outputs import write_output
+write_output(Path(sys.argv[1]), 'caf\\xe9 \\u65e5')
+"""
+
+
+def test_a_text_is_utf_8_in_every_locale(tmp_path: Path) -> None:
+    path = tmp_path / 'no/such/it.json'
+    environment = os.environ | {'LC_ALL': 'C', 'PYTHONUTF8': '0', 'PYTHONPATH': str(ROOT)}
+    subprocess.run([sys.executable, '-c', ASCII, str(path)], env=environment, check=True)
+    assert path.read_bytes().decode() == 'caf\xe9 \u65e5'
+
+
+def test_a_text_that_does_not_fit_on_the_disk_is_a_mistake_with_a_fix(tmp_path: Path) -> None:
+    path = tmp_path / 'it.json'
+    message = f'^{path} cannot be written: File too large; free some space, or choose another file$'
+    with disk_full_at(10), pytest.raises(ConfigError, match=message):
+        write_output(path, 11 * 'x')
 
 
 @pytest.mark.parametrize('url', ['s3://bucket/a/b.json', 'gs://bucket', 'HTTPS://host/a.json'])
