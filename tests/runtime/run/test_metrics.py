@@ -199,7 +199,7 @@ def test_wandb_gets_each_step_once_in_one_run_also_after_a_restart_and_its_end_i
         wandb.run.finish()
         take(writer, 7, 8)
     wandb.teardown()  # its process writes on after `finish`
-    id = (tmp_path / 'wandb_id').read_text().strip()
+    id, _ = (tmp_path / 'wandb_id').read_text().splitlines()
     assert told_wandb(tmp_path) == [(id, [0, 1, 2, 3, 4]), (id, [5, 6])]
     assert steps(tmp_path) == [0, 1, 2, 3, 4, 5, 6, 7, 8]
     (warning,) = [record.getMessage() for record in caplog.records]

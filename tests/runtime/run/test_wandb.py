@@ -1,7 +1,9 @@
 """A run of wandb is continued by its id, never goes back, and does not stop the training."""
 
+import shutil
 import sys
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,7 +58,7 @@ def test_a_run_is_continued_and_keeps_the_points_that_it_has(tmp_path, monkeypat
     first.close()
     assert service.ended == [0]
     assert service.points == [(0, {'loss': 3.0}), (2, {'loss': 2.0}), (2, {'accuracy': 0.5})]
-    assert (tmp_path / WANDB_ID).read_text() == 'abc\n'
+    assert (tmp_path / WANDB_ID).read_text() == f'abc\n{tmp_path}\n'
     service.step = 3
     WandB(tmp_path, 'project', {}).write(2, {'loss': 9.0})
     assert len(service.points) == 3
@@ -67,6 +69,33 @@ def test_a_run_is_continued_and_keeps_the_points_that_it_has(tmp_path, monkeypat
     assert settings['console'] == 'off'
     assert settings['disable_git'] is settings['disable_code'] is True
     assert settings['init_timeout'] == settings['finish_timeout'] == SECONDS
+
+
+def test_a_copy_begins_a_run_of_its_own_and_a_moved_folder_does_not(tmp_path, monkeypatch):
+    service = Service()
+    monkeypatch.setitem(sys.modules, 'wandb', service)
+
+    def continued(folder: Path, new_id: str) -> str | None:
+        """The id with which a start in the folder asks for its run."""
+        service.id = new_id
+        WandB(folder, 'project', {}).close()
+        return service.started[-1]['id']
+
+    (first := tmp_path / 'first').mkdir()
+    (first / WANDB_ID).write_text('old\n')  # as an earlier version wrote it
+    assert continued(first, 'old') == 'old'
+    copy = Path(shutil.copytree(first, tmp_path / 'copy'))
+    assert continued(copy, 'new') is None
+    assert continued(copy, 'new') == 'new'
+    assert continued(first, 'old') == 'old'
+    moved = first.rename(tmp_path / 'moved')
+    (tmp_path / 'link').symlink_to(moved)
+    assert continued(tmp_path / 'link', 'old') == 'old'
+    assert continued(moved, 'old') == 'old'
+    first.mkdir()
+    assert continued(first, 'other') is None  # a new run in the old place
+    (moved / WANDB_ID).write_text(f'old\n{first}\n')
+    assert continued(moved, 'old') == 'old'
 
 
 def test_without_the_service_the_data_are_kept(tmp_path, monkeypatch, caplog):

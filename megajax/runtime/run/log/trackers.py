@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from megajax.base.files.outputs import write_file
 from megajax.core.config import StopRequested
 from megajax.runtime.run.log.append import AppendedFile
 
@@ -113,15 +114,15 @@ def _record(event: Event) -> bytes:
 class WandB:
     """A run of the wandb project `project`; an id in the run directory lets restarts continue it.
 
-    If the service cannot be reached, the data are kept in `folder`/wandb, for `wandb sync`. Errors
-    of wandb are passed on.
+    A copy of a run directory, next to its original, is a new run of wandb. If the service cannot be
+    reached, the data are kept in `folder`/wandb, for `wandb sync`. Errors of wandb are passed on.
     """
 
     def __init__(self, folder: Path, project: str, config: dict[str, Any]):
         import wandb  # imported here, because it is an extra
 
         path = folder / WANDB_ID
-        known = path.read_text().strip() if path.exists() else None
+        known = _known_run(path)
         # Do not send the console output or the repository's URL, which may contain a token.
         settings = wandb.Settings(
             console='off',
@@ -150,8 +151,9 @@ class WandB:
                 folder,
             )
             self._run = begin(mode='offline')
-        if known is None:
-            path.write_text(f'{self._run.id}\n')
+        content = os.fsencode(f'{self._run.id}\n{folder.absolute()}\n')
+        if not path.exists() or path.read_bytes() != content:
+            write_file(path, content)
         self._next, self._failed = self._run.step, False
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -182,3 +184,23 @@ class WandB:
         if exit_code == StopRequested.exit_code:
             self._run.mark_preempting()
         self._run.finish(exit_code)
+
+
+def _known_run(path: Path) -> str | None:
+    """Return the id in a file, or None if there is none or the file's folder is a copy.
+
+    The file contains an id and the folder that it was written in, which is the original if it still
+    has this id. Earlier versions wrote only the id.
+    """
+    id, folder = _read_id(path)
+    if folder and os.path.exists(folder) and not os.path.samefile(folder, path.parent):
+        original, _ = _read_id(Path(folder, WANDB_ID))
+        return None if original == id else id
+    return id
+
+
+def _read_id(path: Path) -> tuple[str | None, str]:
+    if not path.exists():
+        return None, ''
+    id, _, folder = os.fsdecode(path.read_bytes()).partition('\n')
+    return id or None, folder.removesuffix('\n')
