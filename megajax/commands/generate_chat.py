@@ -94,17 +94,21 @@ def converse(
 
 
 def _lines(is_asked: bool) -> Iterator[str]:
-    """Yield the non-blank lines of standard input; Ctrl-C discards the line being typed."""
+    """Yield the non-blank lines of standard input; Ctrl-C discards the line being typed.
+
+    The prompt is written to the terminal: a file or a pipe gets only the answers.
+    """
+    terminal = sys.stdout if sys.stdout.isatty() else sys.stderr
     if is_asked:
         import readline  # noqa: F401 (input() edits lines with it)
     while True:
         try:
-            line = input(PROMPT) if is_asked else sys.stdin.readline()
+            line = _typed_line() if is_asked else sys.stdin.readline()
         except KeyboardInterrupt:
-            print()
+            print(file=terminal)
             continue
         except EOFError:  # Ctrl-D
-            print()
+            print(file=terminal)
             return
         except UnicodeDecodeError as error:
             raise ConfigError(f'standard input is not UTF-8: {error.reason}') from error
@@ -112,6 +116,13 @@ def _lines(is_asked: bool) -> Iterator[str]:
             return
         if line.strip():
             yield line.removesuffix('\n')
+
+
+def _typed_line() -> str:
+    if sys.stdout.isatty():
+        return input(PROMPT)
+    print(PROMPT, end='', file=sys.stderr, flush=True)
+    return input()
 
 
 def _answer(conversation: 'Conversation', turn: str) -> None:

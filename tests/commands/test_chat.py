@@ -28,6 +28,12 @@ ON_A_TERMINAL = (
     'os.execv(sys.argv[1], sys.argv[1:])'
 )
 
+ANSWER = """
+from megajax.commands.generate_chat import _lines
+for line in _lines(is_asked=True):
+    print('answer to', line)
+"""
+
 
 @pytest.fixture(name='folder')
 def enter_folder(runs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -186,6 +192,18 @@ def test_a_terminal_obeys_no_answer_and_ctrl_d_ends_the_session(folder: Path) ->
     assert '\x1b[1m' not in shown
     terminal.type('\x04')
     assert terminal.wait() == 0
+
+
+def test_a_file_gets_the_answers_and_the_terminal_the_prompts() -> None:
+    end, inside = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, '-c', ANSWER], stdin=inside, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    os.write(end, b'hello\n\x04')
+    out, err = process.communicate(timeout=60)
+    os.close(inside)
+    os.close(end)
+    assert (process.returncode, out, err) == (0, b'answer to hello\n', b'> > \n')
 
 
 @pytest.mark.slow
