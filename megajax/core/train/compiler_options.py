@@ -6,6 +6,7 @@ from megajax.core.config import Config, mistake
 from megajax.core.config.overlap_rules import resolved
 from megajax.core.counts.flash import uses_flash
 from megajax.core.hardware.targets import GPUS, capability_of
+from megajax.core.parallel.mesh import check_current_mesh
 from megajax.core.train.overlap import overlap_options
 from megajax.xla.miscompiles import (
     mesh_target,
@@ -23,9 +24,10 @@ DETERMINISTIC: Options = {'xla_gpu_exclude_nondeterministic_ops': True}
 def step_options(config: Config) -> Options:
     """Return the options for the training step on the current mesh.
 
-    Raises ConfigError if the compiler would miscompile the config with any options, or with the
-    options in XLA_FLAGS, and if the program would not run.
+    Raises ConfigError if the current mesh is not the config's, if the compiler would miscompile the
+    config with any options, or with the options in XLA_FLAGS, and if the program would not run.
     """
+    check_current_mesh(config)  # without a mesh, the options would be those for a CPU
     target = mesh_target()
     config = resolved(config, on_gpu=target in GPUS)
     reject_affected(config, target)

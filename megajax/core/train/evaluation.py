@@ -11,6 +11,7 @@ from megajax.core.config import Config
 from megajax.core.config.overlap_rules import without_order
 from megajax.core.model.shard_copies import copy_encoder
 from megajax.core.parallel.layout import Layout
+from megajax.core.parallel.mesh import check_current_mesh
 from megajax.core.parallel.pipeline_ops import over_shards
 from megajax.core.train.compiler_options import evaluation_options
 from megajax.core.train.feed import Batch
@@ -30,8 +31,9 @@ def make_eval_step(config: Config) -> Wrapped:
 
     The sums are `nll` in nats, `tokens`, and `bytes` if the batch holds `label_bytes`. For BERT,
     `nll` and `tokens` are the sums of masked-token prediction, and `order_nll` and `rows` are those
-    for sentence-order prediction.
+    for sentence-order prediction. Raises ConfigError if the current mesh is not the config's.
     """
+    check_current_mesh(config)
     config, layout = without_order(config), Layout.of(config)
     objective = Objective.of(config, layout, is_training=False)
 

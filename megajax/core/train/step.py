@@ -15,6 +15,7 @@ from megajax.core.hardware.targets import GPUS
 from megajax.core.model.parameters import trainable, with_frozen
 from megajax.core.model.transformer import make_model
 from megajax.core.parallel.layout import Layout
+from megajax.core.parallel.mesh import check_current_mesh
 from megajax.core.train import routing
 from megajax.core.train.compiler_options import step_options
 from megajax.core.train.feed import Batch
@@ -61,8 +62,9 @@ def init_state(
 
     The parameters are random unless `params` are given, which must be in their stored sharding.
     Pass the same `optimizer` as to `make_train_step`. Under `jax.eval_shape`, the result has the
-    shapes and shardings of the state.
+    shapes and shardings of the state. Raises ConfigError if the current mesh is not the config's.
     """
+    check_current_mesh(config)
     of_optimizer = (optimizer or make_optimizer(config)).init
 
     @jax.jit
@@ -114,6 +116,8 @@ def make_train_step(
 
     An `optimizer` replaces `optim.kind`, clipping, weight decay and `optim.moments_dtype`. `lr` in
     the metrics is `learning_rate(config)` of the updates applied so far, which it should use.
+
+    Raises ConfigError as `step_options` does.
     """
     config = resolved(config, on_gpu=mesh_target() in GPUS)
     update = make_optimizer(config).update if optimizer is None else own_update(optimizer, config)

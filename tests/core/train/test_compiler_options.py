@@ -1,10 +1,13 @@
 """Options that a step asks of XLA, in the programs that it compiles for an H100."""
 
+from typing import Any
+
 import pytest
+from support import on_mesh
 
 import megajax
 from megajax.analysis.inspect.compile import compile_for
-from megajax.core.config import ConfigError
+from megajax.core.config import Config, ConfigError
 from megajax.core.config.overlap_rules import resolved
 from megajax.core.counts.flash import HOPPER
 from megajax.core.hardware.targets import has_compiler
@@ -32,17 +35,22 @@ def test_a_deterministic_step_sorts_the_gradients_of_the_embedding(deterministic
     assert ('sort' in opcodes) == deterministic
 
 
+def options_of(config: Config) -> dict[str, Any]:
+    with on_mesh(config):
+        return compiler_options.step_options(config)
+
+
 def test_a_deterministic_step_never_has_cudnns_attention_in_several_places(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On an H100 its first step ended with an IndexError, and that of a loop over layers ran."""
     unrolled = 'train.deterministic=true', 'train.unroll=true', 'train.dtype=bfloat16'
     config = megajax.load('tiny', [*unrolled, 'model.attention_dropout=0'])
-    compiler_options.step_options(config)  # a CPU has no cuDNN
+    options_of(config)  # a CPU has no cuDNN
     monkeypatch.setattr(compiler_options, 'mesh_target', lambda: 'h100')
     monkeypatch.setattr(compiler_options, 'capability_of', lambda device: HOPPER)
     with pytest.raises(ConfigError, match=r'train\.unroll: .* use train\.unroll=false'):
-        compiler_options.step_options(config)
+        options_of(config)
     for others in (
         ('train.deterministic=false',),
         ('train.unroll=false',),
@@ -50,7 +58,7 @@ def test_a_deterministic_step_never_has_cudnns_attention_in_several_places(
         ('model.attention_dropout=0.1',),
     ):
         sound = megajax.load('tiny', [*unrolled, 'model.attention_dropout=0', *others])
-        compiler_options.step_options(sound)
+        options_of(sound)
 
 
 def test_a_custom_loop_gets_the_options_of_the_training_step(
@@ -63,4 +71,4 @@ def test_a_custom_loop_gets_the_options_of_the_training_step(
     monkeypatch.setattr(compiler_options, 'capability_of', lambda device: HOPPER)
     chosen = resolved(config, on_gpu=True)
     assert chosen.overlap.in_order
-    assert compiler_options.step_options(config) == compiler_options.step_options(chosen)
+    assert options_of(config) == options_of(chosen)

@@ -28,6 +28,7 @@ import megajax
 from megajax.core.config import Config, ConfigError
 from megajax.core.model.transformer import LanguageModel
 from megajax.core.parallel.mesh import check_current_mesh
+from megajax.core.train.evaluation import make_eval_step
 from megajax.core.train.optimizer import make_optimizer
 
 EXPERTS = 'model.experts={count: 4, active: 2, ffn_size: 64, balance_loss: 0.01}'
@@ -271,12 +272,19 @@ def test_a_mesh_that_is_not_the_configs_is_rejected_with_the_call_that_sets_it(
         f'mesh: mesh.stages=2 x mesh.data=2 x mesh.model=1, and {named}; '
         'call jax.set_mesh(megajax.make_mesh(2, 1, stage=2))'
     )
+    calls: list[Callable[[], Any]] = [
+        lambda: megajax.loss(None, batch_of(config), config),
+        lambda: megajax.load_params('runs/mine', config),
+        lambda: megajax.init_state(config),
+        lambda: megajax.make_train_step(config),
+        lambda: megajax.step_options(config),
+        lambda: make_eval_step(config),
+    ]
     with jax.set_mesh(megajax.make_mesh(**current)) if current else nullcontext():
-        with pytest.raises(ConfigError) as of_loss:
-            megajax.loss(None, batch_of(config), config)
-        with pytest.raises(ConfigError) as of_load_params:
-            megajax.load_params('runs/mine', config)
-    assert [str(of_loss.value), str(of_load_params.value)] == [expected, expected]
+        for call in calls:
+            with pytest.raises(ConfigError) as caught:
+                call()
+            assert str(caught.value) == expected
     with jax.set_mesh(megajax.make_mesh(2, 1, stage=2)):
         check_current_mesh(config)
 
