@@ -112,7 +112,8 @@ def make_train_step(
     may hold `segment_ids` and `positions`. The mask has the weights of a weighted mean. A batch for
     BERT also holds `token_types` and `swapped` [B, 1]. BERT's loss is the sum of masked-token loss
     (`nll`) and sentence-order loss. If loss or gradients are not finite, parameters and optimizer
-    stay the same, bit for bit; also after a spike, unless `train.spike` is off.
+    stay the same, bit for bit; also after a spike, unless `train.spike` is off. FP8's delayed
+    scaling remembers the exponents of every finite step, including a spike.
 
     An `optimizer` replaces `optim.kind`, clipping, weight decay and `optim.moments_dtype`. `lr` in
     the metrics is `learning_rate(config)` of the updates applied so far, which it should use.
@@ -159,7 +160,8 @@ def make_train_step(
             metrics |= routing.metrics(routed, config)
             params, load = routing.after_step(params, load, routed, verdict.taken, config)
         if recent is not None and places is not None:
-            recent = jnp.where(verdict.taken, remember(recent, places), recent)
+            # Also after a spike: clipping may have caused it, so the next scales must adapt.
+            recent = jnp.where(verdict.finite, remember(recent, places), recent)
         return TrainState(
             state.step + 1, state.batches + 1, params, opt_state, guard, loss_scale, recent, load
         ), metrics

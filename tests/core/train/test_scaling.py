@@ -34,6 +34,7 @@ from megajax.core.parallel.layout import Layout
 from megajax.core.train.feed import place_batch
 from megajax.core.train.first_step import Calibration, with_scales
 from megajax.core.train.gradients import make_gradients
+from megajax.core.train.guard import USUAL_STEPS, Guard, init_guard
 from megajax.core.train.scaling import (
     WINDOW,
     current,
@@ -42,7 +43,7 @@ from megajax.core.train.scaling import (
     remember,
     scales_of,
 )
-from megajax.core.train.step import TrainState, init_state, make_train_step
+from megajax.core.train.step import Metrics, TrainState, init_state, make_train_step
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
 from megajax.xla.hlo.dump import without_cache
 
@@ -219,15 +220,39 @@ def test_layers_in_order_are_those_of_a_loop(setting: Setting) -> None:
     assert_close(gradients, expected, 1e-6)
 
 
+@functools.cache
+def keeps_gradients() -> tuple[Config, optax.GradientTransformation, Any]:
+    """A step that skips spikes, with its config and an optimizer that stores the gradients."""
+    config, optimizer = ONE.on_one_device.config, optax.trace(decay=0)
+    config = config.model_copy(update={'train': config.train.changed(spike='skip')})
+    return config, optimizer, make_train_step(config, optimizer)
+
+
+def five_steps_later(guard: Guard) -> tuple[np.ndarray, TrainState, Metrics]:
+    """The exponents before a step, five steps after they were seen, and the step's results."""
+    before = np.maximum(without_scales(ONE.on_one_device)[1] - 5, 0)
+    with on_mesh(ONE.on_one_device.config):
+        config, optimizer, train_step = keeps_gradients()
+        state = init_state(config, random_params(config, std=0.05), optimizer=optimizer)
+        state = state._replace(recent=jnp.asarray(before), guard=guard)
+        return before, *train_step(state, batch_of(ONE.on_one_device))
+
+
+def test_a_spike_is_skipped_and_its_exponents_are_remembered() -> None:
+    """If a scale was too large, the spike is the result, and so would the next step be."""
+    usual = init_guard()._replace(taken=jnp.int32(USUAL_STEPS))  # losses of zero
+    before, state, metrics = five_steps_later(guard=usual)
+    assert metrics['spike']
+    assert not metrics['taken']
+    recent = np.asarray(state.recent)
+    np.testing.assert_array_equal(recent, remember(before, recent.argmax(-1)))
+    assert (recent != before).any()
+
+
 def test_a_step_is_near_one_in_fp32_and_not_one_in_bf16_and_remembers_its_exponents() -> None:
     one, (in_bf16, seen) = ONE.on_one_device, without_scales(ONE.on_one_device)
-    before = np.maximum(seen - 5, 0)  # five steps later
-    with on_mesh(one.config):
-        optimizer = optax.trace(decay=0)  # keeps the gradients
-        state = init_state(one.config, random_params(one.config, std=0.05), optimizer=optimizer)
-        state = state._replace(recent=jnp.asarray(before))
-        state, metrics = make_train_step(one.config, optimizer)(state, batch_of(one))
-        loss, gradients = float(metrics['loss']), gather(state.opt_state.trace)
+    before, state, metrics = five_steps_later(guard=init_guard())
+    loss, gradients = float(metrics['loss']), gather(state.opt_state.trace)
     recent = np.asarray(state.recent)
     np.testing.assert_array_equal(recent, remember(before, recent.argmax(-1)))
     assert np.abs(recent.argmax(-1) - seen.argmax(-1)).max() <= 1  # by rounding to fp8
