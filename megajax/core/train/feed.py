@@ -66,7 +66,8 @@ def _check_arrays(batch: Mapping[str, np.ndarray]) -> None:
 
 def _check_documents(document_BS: np.ndarray) -> None:
     """Raise ConfigError if a document continues after another one has begun."""
-    steps_BS = np.diff(document_BS, axis=1)
+    signed_BS = np.asarray(document_BS).astype(np.int64)  # unsigned differences are never negative
+    steps_BS = np.diff(signed_BS, axis=1)
     for row in np.flatnonzero((steps_BS < 0).any(axis=1)):
         if len(np.unique(document_BS[row])) <= np.count_nonzero(steps_BS[row]):
             message = (

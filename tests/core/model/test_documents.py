@@ -56,8 +56,9 @@ def test_a_block_shares_with_earlier_keys_what_their_document_has_on_both_sides(
         assert same.sum() == (found[0] * found[1]).sum()
 
 
-def test_a_document_in_several_parts_is_rejected_on_context_shards_alone() -> None:
-    ids = np.zeros((8, 32), np.int32)
+@pytest.mark.parametrize('dtype', [np.int32, np.uint32])
+def test_a_document_in_several_parts_is_rejected_on_context_shards_alone(dtype: type) -> None:
+    ids = np.zeros((8, 32), dtype)
     ids[:, 8:16] = 5
     with on_mesh(CONFIG):
         message = r"segment_ids'\]: row 0 has a document in several parts.* use mesh.context=1"
