@@ -49,7 +49,6 @@ def loss(
         return (jax.tree.map(lambda gradient: factor * gradient, of_params),)
 
     _check(config)
-    _check_batch(batch, config)
     check_current_mesh(config)
     _check_params(params)
     of.defvjp(forward, backward)
@@ -115,16 +114,3 @@ def _check_params(params: object) -> None:
         fix = 'give its params' if whole else 'give init_state(config).params'
         message = f'a {type(params).__name__} is not the nnx.State of a model; {fix}'
         raise mistake('params', message)
-
-
-def _check_batch(batch: Batch, config: Config) -> None:
-    """Raise ConfigError for a batch from which the loss cannot be computed."""
-    needed = dict.fromkeys(('tokens', 'labels', 'loss_mask'), '[rows, tokens]')
-    if config.model.is_bert:
-        needed |= {'token_types': '[rows, tokens]', 'swapped': '[rows, 1]'}
-    if missing := [name for name in needed if name not in batch]:
-        given = ', '.join(f'{name} {needed[name]}' for name in missing)
-        message = (
-            f'has no {" and no ".join(missing)}; give the array{"s" * (len(missing) > 1)} {given}'
-        )
-        raise mistake('batch', message)

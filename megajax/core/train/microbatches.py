@@ -5,7 +5,7 @@ import logging
 import jax
 import jax.numpy as jnp
 
-from megajax.core.config import Config, ConfigError, Problem
+from megajax.core.config import Config, ConfigError, Problem, mistake
 from megajax.core.config.rules import of_batch
 from megajax.core.model.arr_coc.relevance import question
 from megajax.core.model.documents import first_tokens, of_all_shards
@@ -29,8 +29,10 @@ def with_weights(batch: Batch, config: Config, layout: Layout) -> Batch:
     Without a counted token, all weights are zero. With experts, the batch gets `real`: 0 for the
     padding at the end of sequences, on which no counted token depends, and 1 for all other tokens.
     On context shards the tokens are not in order, so the batch also gets their places. Raises
-    ConfigError if the config would not accept these numbers of rows and tokens.
+    ConfigError for a batch without the arrays of the loss, and if the config would not accept these
+    numbers of rows and tokens.
     """
+    _check_arrays(batch, config)
     _check_shape(batch, config)
     # Weights that add up to one over the global batch make the mean exact, however the mask is
     # distributed over the shards.
@@ -48,6 +50,19 @@ def with_weights(batch: Batch, config: Config, layout: Layout) -> Batch:
         added['rows'] = jnp.arange(mask_BS.shape[0], out_sharding=layout('B'))
     rest = {name: x for name, x in batch.items() if name != 'loss_mask'}
     return for_shards({**rest, **added}, config, layout)
+
+
+def _check_arrays(batch: Batch, config: Config) -> None:
+    """Raise ConfigError for a batch from which the loss cannot be computed."""
+    needed = dict.fromkeys(('tokens', 'labels', 'loss_mask'), '[rows, tokens]')
+    if config.model.is_bert:
+        needed |= {'token_types': '[rows, tokens]', 'swapped': '[rows, 1]'}
+    if missing := [name for name in needed if name not in batch]:
+        given = ', '.join(f'{name} {needed[name]}' for name in missing)
+        message = (
+            f'has no {" and no ".join(missing)}; give the array{"s" * (len(missing) > 1)} {given}'
+        )
+        raise mistake('batch', message)
 
 
 def _check_shape(batch: Batch, config: Config) -> None:

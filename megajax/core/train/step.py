@@ -118,7 +118,8 @@ def make_train_step(
     An `optimizer` replaces `optim.kind`, clipping, weight decay and `optim.moments_dtype`. `lr` in
     the metrics is `learning_rate(config)` of the updates applied so far, which it should use.
 
-    Raises ConfigError as `step_options` does.
+    Raises ConfigError as `step_options` does. Tracing the step raises one for a batch without these
+    arrays, or with a number of rows or tokens that the config would not accept.
     """
     config = resolved(config, on_gpu=mesh_target() in GPUS)
     update = make_optimizer(config).update if optimizer is None else own_update(optimizer, config)

@@ -142,8 +142,8 @@ def test_what_needs_more_than_parameters_and_a_batch_is_refused_by_key(
     config = megajax.load('tiny', ['mesh.data=1', 'mesh.model=1', *keys])
     with pytest.raises(ConfigError) as caught:
         megajax.loss(None, {}, config)
-    # The parameters and the batch are checked only after the config.
-    assert [problem.path for problem in caught.value.problems] == [key or 'batch']
+    # The mesh, the parameters and the batch are checked only after the config.
+    assert [problem.path for problem in caught.value.problems] == [key or 'mesh']
 
 
 @pytest.mark.parametrize(
@@ -164,9 +164,13 @@ def test_what_needs_more_than_parameters_and_a_batch_is_refused_by_key(
 def test_a_batch_without_what_the_loss_needs_is_rejected_before_anything_compiles(
     name: str, names: list[str], message: str
 ) -> None:
-    batch = {name: np.zeros((8, 16), np.int32) for name in names}
-    with pytest.raises(ConfigError, match=message):
-        megajax.loss(None, batch, make_config(name))
+    config, batch = make_config(name), {name: np.zeros((8, 16), np.int32) for name in names}
+    with on_mesh(config):
+        state = abstract_state(config)
+        with pytest.raises(ConfigError, match=message):
+            jax.eval_shape(lambda params: megajax.loss(params, batch, config), state.params)
+        with pytest.raises(ConfigError, match=message):
+            megajax.make_train_step(config).trace(state, batch)
 
 
 GROUPS = {'count': 4, 'active': 2, 'ffn_size': 64, 'capacity': 1.0, 'capacity_group': 8}
