@@ -10,6 +10,7 @@ import numpy as np
 
 from megajax.xla.hlo.errors import HloError
 from megajax.xla.hlo.program import Instruction
+from megajax.xla.hlo.transfers import kind_of
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -20,6 +21,12 @@ def device_groups(instruction: Instruction, num_devices: int) -> Groups:
     For a collective-permute, the groups are its pairs of source and target. Raises HloError for an
     instruction without groups.
     """
+    groups = _written(instruction, num_devices)
+    return _with_partitions(groups, num_devices) if _is_of_replicas(instruction) else groups
+
+
+def _written(instruction: Instruction, num_devices: int) -> Groups:
+    """Return the groups in the text."""
     text = instruction.attributes
     if match := re.search(r'source_target_pairs=\{(.*?)\}(?:,|$)(?! ?\{)', text):
         return _listed(match[1])
@@ -32,6 +39,26 @@ def device_groups(instruction: Instruction, num_devices: int) -> Groups:
     if match := re.search(r'replica_groups=\{((?:\{[\d,]*\},?)*)\}', text):
         return _listed(match[1]) or (tuple(range(num_devices)),)
     raise HloError(f'no replica groups: {instruction.line}')
+
+
+def _is_of_replicas(instruction: Instruction) -> bool:
+    """Return whether a collective joins all partitions of the replicas in its groups."""
+    return (
+        kind_of(instruction) in ('all-reduce', 'all-gather', 'reduce-scatter')
+        and 'channel_id=' in instruction.attributes
+        and 'use_global_device_ids=true' not in instruction.attributes
+    )
+
+
+def _with_partitions(replicas: Groups, num_devices: int) -> Groups:
+    """Return groups of devices from groups of replicas, which have equally many partitions each."""
+    partitions = num_devices // max(1, sum(map(len, replicas)))
+    if partitions <= 1:
+        return replicas
+    return tuple(
+        tuple(replica * partitions + each for replica in group for each in range(partitions))
+        for group in replicas
+    )
 
 
 def groups_text(instruction: Instruction) -> str:

@@ -82,6 +82,25 @@ def test_every_spelling_of_groups_gives_the_devices_and_the_fewest_axes_that_joi
 
 
 @pytest.mark.parametrize(
+    ('replicas', 'groups'),
+    [
+        ('{{0}}', ALL),
+        ('[1,1]<=[1]', ALL),
+        ('{}', ALL),
+        ('{{0,1}}', ALL),
+        ('{{0},{1}}', MODEL),
+        ('{{0,2},{1,3}}', ((0, 1, 4, 5), (2, 3, 6, 7))),
+        ('{{0,4},{1,5},{2,6},{3,7}}', DATA),  # one partition for each replica
+    ],
+)
+def test_groups_of_replicas_have_all_their_partitions(replicas, groups):
+    written = f'replica_groups={replicas}'
+    assert device_groups(instruction(written), 8) == groups
+    # The groups of others are those of partitions, or of devices.
+    assert device_groups(instruction('replica_groups={{0,1}}', 'all-to-all'), 8) == ((0, 1),)
+
+
+@pytest.mark.parametrize(
     ('pairs', 'axes'),
     [
         ('{{0,1},{1,2},{2,3},{3,0},{4,5},{5,6},{6,7},{7,4}}', ('model',)),
