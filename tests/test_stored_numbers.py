@@ -390,7 +390,7 @@ def test_the_page_has_the_bytes_of_zero_1() -> None:
 def test_the_readme_says_how_many_cases_of_faults_there_are() -> None:
     page = (ROOT / 'docs/failure_cases.md').read_text()
     cases = re.findall(r'^\| \d\d (?:\| [^|]+ ){3}\|$', page, flags=re.MULTILINE)
-    assert f'has {len(cases)} cases' in README
+    assert f'lists {len(cases)} failures' in README
 
 
 @pytest.mark.parametrize(
