@@ -15,11 +15,21 @@ from megajax.core.config import ConfigError, LayerConfig, ModelConfig, RopeScali
 from megajax.core.config.experts import ExpertsConfig
 from megajax.core.counts.parameters import dim_sizes, parameters, shape_of
 from megajax.interop.huggingface.families import ARCHITECTURES, FAMILIES, read_family, write_family
-from megajax.interop.huggingface.weights import huggingface_pieces
+from megajax.interop.huggingface.family import HEAD
+from megajax.interop.huggingface.weights import full_names, huggingface_pieces
 
 
 def test_the_command_knows_every_family() -> None:
     assert set(typing.get_args(Family)) == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize('name', sorted(ARCHITECTURES.keys() - {'megatron-bert'}))
+def test_a_folder_may_omit_the_prefix_of_the_base_model(name: str) -> None:
+    family = FAMILIES[name]
+    names = {there.name for group in family.tensors.values() for there in group}
+    saved = {name.removeprefix(family.prefix): name for name in names}
+    assert names & saved.keys() == {HEAD}
+    assert full_names(family, saved) == saved
 
 
 def test_an_unknown_family_is_refused_with_the_known_ones() -> None:

@@ -234,6 +234,7 @@ LIKE_LLAMA = partial(
     tensors=TENSORS,
     copies={HEAD: 'embed_tokens.weight'},
     buffers=re.compile(r'(.*\.)?rotary_emb\.inv_freq'),
+    prefix='model.',
 )
 FAMILIES = (
     LIKE_LLAMA(

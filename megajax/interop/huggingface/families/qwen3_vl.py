@@ -166,6 +166,7 @@ FAMILIES = (
         write_config=_write_config,
         tensors=TENSORS,
         copies={HEAD: 'embed_tokens.weight'},
+        prefix='model.',
         sees=True,
     ),
 )
