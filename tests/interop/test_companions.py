@@ -28,11 +28,11 @@ from megajax.runtime.data.image_text.chat import Template
 from megajax.runtime.data.text.tokenizer import byte_tokenizer, load_tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}\n{% endfor %}"
+GENERATION = {'eos_token_id': [49, 48, 7], 'temperature': 0.6, 'top_p': 0.9}
+TOKENIZER = {'chat_template': TEMPLATE, 'eos_token': {'content': 'z'}, 'model_max_length': 32}
 FILES = {
-    'generation_config.json': '{"eos_token_id": [49, 48, 7], "temperature": 0.6, "top_p": 0.9}',
-    'tokenizer_config.json': json.dumps(
-        {'chat_template': TEMPLATE, 'eos_token': {'content': 'z'}, 'model_max_length': 32}
-    ),
+    'generation_config.json': json.dumps(GENERATION),
+    'tokenizer_config.json': json.dumps(TOKENIZER),
     'special_tokens_map.json': '{"eos_token": "<|endoftext|>"}\n',
     'added_tokens.json': '{"<|endoftext|>": 49}',
     'chat_template.jinja': '{{ messages }}',
@@ -66,6 +66,22 @@ def test_an_export_has_the_files_and_the_token_ids_of_its_import(tmp_path: Path)
     assert token_ids(tmp_path / 'out') == ids
     assert not (tmp_path / 'out' / 'modeling_gpt2.py').exists()
     assert not problems(tmp_path / 'run' / 'checkpoints' / '0')
+
+
+def test_an_export_ends_documents_with_the_token_of_the_run(tmp_path: Path) -> None:
+    model = write_model(tmp_path / 'in', *FILES, eos_token_id=49)
+    (tmp_path / 'mine').mkdir()
+    shutil.copy(model / 'tokenizer.json', mine := tmp_path / 'mine' / 'tokenizer.json')
+    (tmp_path / 'mine' / 'tokenizer_config.json').write_text('{"eos_token": "z"}')
+    import_huggingface(model, tmp_path / 'run', [f'data.tokenizer={mine}'])
+    export_huggingface(tmp_path / 'run', tmp_path / 'out')
+    tokenizer = load_tokenizer(str(mine))
+    assert load_tokenizer(str(tmp_path / 'out' / 'tokenizer.json')).eod == tokenizer.eod != 49
+    assert token_ids(tmp_path / 'out')['eos_token_id'] == [tokenizer.eod, 49]
+    generation = json.loads((tmp_path / 'out' / 'generation_config.json').read_text())
+    assert generation == {**GENERATION, 'eos_token_id': [tokenizer.eod, 49, 48, 7]}
+    settings = json.loads((tmp_path / 'out' / 'tokenizer_config.json').read_text())
+    assert settings == TOKENIZER | {'eos_token': 'z'}
 
 
 def test_a_model_without_a_tokenizer_keeps_its_ends_too(tmp_path: Path) -> None:

@@ -29,7 +29,9 @@ from megajax.interop.huggingface.tensors import (
 )
 from megajax.runtime.checkpoint.digests import sound_checkpoint
 from megajax.runtime.checkpoint.hf_files import (
+    GENERATION,
     OURS,
+    SPECIAL_TOKENS,
     TOKENIZER_CONFIG,
     companions_of_model,
     read_companions,
@@ -177,6 +179,7 @@ def export_huggingface(
             tokens = _write_companions(checkpoint, partial, model)
             keys |= {'torch_dtype': usual, 'use_cache': True, **tokens}
             (partial / 'config.json').write_text(json.dumps(keys, indent=2) + '\n')
+            _name_end(checkpoint, partial)
             if model.vision is not None:
                 write_files(partial, model.vision)
             stored = ((name, x) for _, name, x in parts(checkpoint, [pieces]))
@@ -278,6 +281,29 @@ def _write_companions(checkpoint: Path, folder: Path, model: ModelConfig) -> dic
     }
     begin_id = tokenizer.token_id(named['bos_token']) if 'bos_token' in named else None
     return {'bos_token_id': begin_id, 'eos_token_id': tokenizer.eod, **beside} | own
+
+
+def _name_end(checkpoint: Path, folder: Path) -> None:
+    """Name the token that ends a document in the run, if the files of the import name another."""
+    if not (checkpoint / TOKENIZER).is_file():
+        return
+    from megajax.runtime.data.text.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(str(checkpoint / TOKENIZER))
+    with suppress(ConfigError):
+        if load_tokenizer(str(folder / 'tokenizer.json')).eod == tokenizer.eod:
+            return
+    for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS):
+        if (path := folder / name).is_file():
+            end = {'eos_token': tokenizer.decode([tokenizer.eod])}
+            path.write_text(json.dumps(read_json(path) | end, indent=2) + '\n')
+    for name in ('config.json', GENERATION):
+        if (path := folder / name).is_file():
+            keys = read_json(path)
+            ids = keys.get('eos_token_id') or []
+            others = [i for i in (ids if isinstance(ids, list) else [ids]) if i != tokenizer.eod]
+            keys['eos_token_id'] = [tokenizer.eod, *others] if others else tokenizer.eod
+            path.write_text(json.dumps(keys, indent=2) + '\n')
 
 
 def _name_image_token(path: Path, name: str | None) -> None:

@@ -19,6 +19,7 @@ from megajax.runtime.data.image_text.chat import DEFAULT, Template
 
 FOLDER = 'huggingface'
 GENERATION, TOKENIZER_CONFIG = 'generation_config.json', 'tokenizer_config.json'
+SPECIAL_TOKENS = 'special_tokens_map.json'
 TEMPLATE, TEMPLATE_OF_PROCESSOR = 'chat_template.jinja', 'chat_template.json'
 # How a processor prepares images and videos; models without an encoder do not keep these files.
 PROCESSOR, IMAGES = 'processor_config.json', 'preprocessor_config.json'
@@ -28,7 +29,7 @@ COMPANIONS = (
     TOKENIZER_CONFIG,
     TEMPLATE,
     TEMPLATE_OF_PROCESSOR,
-    'special_tokens_map.json',
+    SPECIAL_TOKENS,
     'added_tokens.json',
     'vocab.json',
     'merges.txt',
