@@ -63,8 +63,6 @@ SAME = {
         '$ARGS', ARGUMENTS
     ),
     'output of echo': f'torchrun --nproc_per_node 8 pretrain_gpt.py {ARGUMENTS}',
-    'no backslash': 'torchrun --nproc_per_node 8 pretrain_gpt.py\n  '
-    + ARGUMENTS.replace(' --', '\n--'),
     'a set branch': f'if [ -n "$TB" ]; then\n  TB=tb\nfi\n{PLAIN[:-1]} --tensorboard-dir $TB/x',
 }
 
@@ -115,6 +113,25 @@ def test_forms_of_one_script_have_one_config(name: str, tmp_path: Path) -> None:
     expected = converted(PLAIN, tmp_path)
     text = converted(SAME[name], tmp_path)
     assert text.partition('\n# Without')[0].strip() == expected.strip()
+
+
+@pytest.mark.parametrize(
+    ('text', 'line'),
+    [
+        ('torchrun --nproc_per_node 8 pretrain_gpt.py\n  ' + ARGUMENTS.replace(' --', '\n--'), 2),
+        ('torchrun --nproc_per_node 8 \\\n pretrain_gpt.py \\\n # --bf16 \\\n ' + ARGUMENTS, 4),
+    ],
+    ids=['no backslash', 'a comment'],
+)
+def test_arguments_that_bash_does_not_pass_are_read_and_said(
+    text: str, line: int, tmp_path: Path
+) -> None:
+    expected, found = converted(PLAIN, tmp_path), converted(text, tmp_path)
+    assert found.partition('model:')[2] == expected.partition('model:')[2]
+    said = f'/train.sh:{line}: bash does not pass the arguments from this line on'
+    assert said in ' '.join(found.replace('#', '').split())
+    assert 'bash does not' not in expected
+    assert 'bash does not' not in converted(ARGUMENTS.replace(' --', '\n--'), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ class Line(NamedTuple):
     problems: tuple[str, ...]  # problems with arguments that are unknown or not supported
     faulty: frozenset[str]  # names of arguments whose value could not be read
     place: str  # line of the script with the command, if a part of the command is unknown
+    joined: str  # first line of the script that bash does not pass to the command, if any
 
     @property
     def is_bert(self) -> bool:
@@ -84,7 +85,7 @@ def read_line(words: Sequence[str], *, world_size: int | None = None) -> Line:
     `@FILE` and `-` are replaced by the text of a file or of standard input. Raises ConfigError if
     there is no command line.
     """
-    words, reasons, place = _expanded(words)
+    words, reasons, place, joined = _expanded(words)
     program = program_of(words)
     start = 0 if program is None else program + 1
     launcher = {name: values for name, values, _ in _arguments(list(_without_short(words[:start])))}
@@ -135,6 +136,7 @@ def read_line(words: Sequence[str], *, world_size: int | None = None) -> Line:
         tuple(problems),
         frozenset(faulty),
         place if is_unknown else '',
+        joined if program is not None else '',
     )
 
 
@@ -145,14 +147,15 @@ def _name(words: Sequence[str], program: int | None) -> str:
     return name if name.endswith('.py') else f'{name}.py'
 
 
-def _expanded(words: Sequence[str]) -> tuple[list[str], Mapping[str, str], str]:
+def _expanded(words: Sequence[str]) -> tuple[list[str], Mapping[str, str], str, str]:
     """Replace `@FILE` and `-` by the words of that text; return the words and unknown pieces.
 
-    The last result is the line of the script that has the command; empty if there is no script.
+    The last results are the line of the script that has the command, and the first line whose
+    arguments bash does not pass to it; empty if there is none.
     """
     found: list[str] = []
     reasons: dict[str, str] = {}
-    place = ''
+    place = joined = ''
     for word in words:
         if word != '-' and not word.startswith('@'):
             found.append(VARIABLE.sub(mark, word))
@@ -162,7 +165,8 @@ def _expanded(words: Sequence[str]) -> tuple[list[str], Mapping[str, str], str]:
         found += launch.words
         reasons |= launch.reasons
         place = f'{source}:{launch.line}'
-    return found, reasons, place
+        joined = f'{source}:{launch.joined}' if launch.joined else ''
+    return found, reasons, place, joined
 
 
 def _text(word: str) -> str:

@@ -8,6 +8,7 @@ an argument of the script. Imports no jax.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from megajax.core.config import ConfigError
@@ -52,7 +53,8 @@ class Launch(NamedTuple):
 
     words: list[str]
     line: int
-    reasons: Mapping[str, str]  # why a piece is unknown
+    reasons: Mapping[str, str] = MappingProxyType({})  # why a piece is unknown
+    joined: int = 0  # first line whose arguments bash does not pass to the command; 0 if none
 
 
 def program_of(words: Sequence[str]) -> int | None:
@@ -81,13 +83,13 @@ def find_launch(text: str, source: str) -> Launch:
         raise ConfigError(f'{source}: is nested too deeply; {WAY_OUT}') from error
     for name in [] if script.launches else [*script.functions]:
         script.call(name, Command((), 0), None)
-    launches = [each for each in script.launches if program_of(each[1]) is not None]
-    named = [each for each in launches if 'pretrain' in each[1][program_of(each[1]) or 0]]
+    launches = [each for each in script.launches if program_of(each.words) is not None]
+    named = [each for each in launches if 'pretrain' in each.words[program_of(each.words) or 0]]
     if not launches:  # arguments without a program
-        launches = [each for each in script.launches if each[1][0].startswith('-')]
-    found = {tuple(words): line for line, words in named or launches}
+        launches = [each for each in script.launches if each.words[0].startswith('-')]
+    found = {tuple(each.words): each for each in named or launches}
     if len(found) != 1:
-        lines = sorted(set(found.values()))
+        lines = sorted({each.line for each in found.values()})
         what = (
             f'lines {" and ".join(map(str, lines))} each start a program'
             if len(lines) > 1
@@ -97,10 +99,12 @@ def find_launch(text: str, source: str) -> Launch:
             'does, give that one'
         )
         raise ConfigError(f'{source}: {what}; or {WAY_OUT}')
-    ((words, line),) = found.items()
+    ((_, launch),) = found.items()
+    words = launch.words
     size = script.values.get('WORLD_SIZE', [''])
     known = [f'WORLD_SIZE={size[0]}'] if size[0].isdecimal() else []
-    return Launch([*known, *sbatch_options(text, words), *words], line, script.reasons)
+    words = [*known, *sbatch_options(text, words), *words]
+    return launch._replace(words=words, reasons=script.reasons)
 
 
 def sbatch_options(text: str, words: Sequence[str]) -> list[str]:
@@ -127,7 +131,7 @@ class _Script(Variables):
 
     def __init__(self, source: str):
         super().__init__(source)
-        self.launches: list[tuple[int, list[str]]] = []
+        self.launches: list[Launch] = []
         self.functions: dict[str, list[Command]] = {}
         self.called: list[str] = []
         self._body: list[Command] | None = None  # body of the function that is being defined
@@ -304,11 +308,13 @@ class _Script(Variables):
             self._run_shell(command, words, expanded, inner)
         elif program.startswith('-'):
             if self.launches and not command.is_conditional:
-                self.launches[-1][1].extend(expanded)  # the line before lacks a backslash
+                launch = self.launches[-1]  # the line before lacks a backslash
+                launch.words.extend(expanded)
+                self.launches[-1] = launch._replace(joined=launch.joined or command.line)
             elif not command.is_conditional:
-                self.launches.append((command.line, expanded))
+                self.launches.append(Launch(expanded, command.line))
         elif program_of(expanded) is not None:
-            self.launches.append((command.line, expanded))
+            self.launches.append(Launch(expanded, command.line))
 
     def _run_shell(
         self, command: Command, words: Sequence[Word], expanded: list[str], option: int
@@ -334,5 +340,7 @@ class _Script(Variables):
             raise ConfigError(f'{self.source}: line {command.line}: shells within shells')
         count = len(self.launches)
         self.run([each._replace(line=command.line) for each in commands_of(text, self.source)])
-        self.launches[count:] = [(line, before + words) for line, words in self.launches[count:]]
+        self.launches[count:] = [
+            each._replace(words=before + each.words) for each in self.launches[count:]
+        ]
         self.depth -= 1

@@ -265,6 +265,12 @@ def _head(line: Line, config: Config) -> Iterator[str]:
     else:
         sizes = ' x '.join(f'{axis} {size}' for axis, size in mesh.sizes.items() if size > 1)
         yield f'# {line.world_size} GPUs: {sizes or "one"}'
+    if line.joined:
+        yield from _comment(
+            f'{line.joined}: bash does not pass the arguments from this line on, because the line '
+            'before ends the command. This config has them; to leave them out, delete them in the '
+            'script.'
+        )
     if not line.get('data_path'):
         yield from _comment(
             f'No --data-path is in the line, so that data.corpus is {config.data.corpus}: set it.'
