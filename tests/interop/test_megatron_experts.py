@@ -35,7 +35,7 @@ READ = {
     '--moe-router-pre-softmax --moe-router-num-groups 4 --moe-router-group-topk 1':
         {'normalize': False, 'groups': 4, 'active_groups': 1},
     '--moe-router-num-groups 4': {},  # without a number of groups to choose from
-    '--moe-router-load-balancing-type none --moe-aux-loss-coeff 0': {},
+    '--moe-router-load-balancing-type none --moe-aux-loss-coeff 1e-2': {},
     '--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2 --micro-batch-size 2':
         {'balance_loss': 1e-2, 'balance_over': 'sequence'},
     '--moe-aux-loss-coeff 1e-2 --micro-batch-size 1':
@@ -163,6 +163,30 @@ def test_a_checkpoint_is_read_whatever_its_training_was(caplog: pytest.LogCaptur
     assert kept == {'num_experts': 4, 'micro_batch_size': 8, 'moe_latent_size': 8}
     for name in ('moe_aux_loss_coeff=0.5', 'moe_expert_capacity_factor=1.25', 'dtype=fp64'):
         assert f'{name}, of the training' in caplog.text
+
+
+@pytest.mark.parametrize('coefficients', [[0.5, 0.25], [0.5, 0.0], [0.0, 0.0], 0.0])
+def test_a_checkpoint_of_several_losses_is_read(coefficients: object) -> None:
+    arguments = {
+        'num_layers': 2,
+        'hidden_size': 16,
+        'num_attention_heads': 2,
+        'max_position_embeddings': 8,
+        'vocab_size': 64,
+        'num_experts': 4,
+        'moe_router_load_balancing_type': ['seq_aux_loss', 'global_aux_loss'],
+        'moe_aux_loss_coeff': coefficients,
+    }
+    balance = {'balance_loss': 0.5, 'balance_over': 'sequence'}
+    found = read_arguments(of_model(arguments, 'x'), 'x')['experts']
+    assert found == found | (balance if coefficients == [0.5, 0.0] else {})
+    assert ('balance_loss' in found) == (coefficients == [0.5, 0.0])
+    if coefficients == [0.5, 0.25]:
+        with pytest.raises(ConfigError, match='seq_aux_loss, global_aux_loss are added: give one'):
+            read_arguments(arguments, 'x')
+    sinkhorn = arguments | {'moe_router_load_balancing_type': ['sinkhorn', 'seq_aux_loss']}
+    with pytest.raises(ConfigError, match='give one of aux_loss, seq_aux_loss, global_aux_loss'):
+        read_arguments(of_model(sinkhorn, 'x'), 'x')
 
 
 def test_arguments_in_a_checkpoint_are_read_and_refused_alike() -> None:

@@ -91,21 +91,22 @@ def unsupported(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _balance(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    kind, coefficient = _auxiliary_loss(arguments)
-    if kind not in (*BALANCE, 'none'):
+    losses = _auxiliary_losses(arguments)
+    kinds = [kind for kind, coefficient in losses.items() if coefficient]
+    if any(kind not in (*BALANCE, 'none') for kind in losses):
         yield (
             'moe_router_load_balancing_type',
             f'give one of {", ".join(BALANCE)} and none',
         )
-    elif not coefficient:
-        return
-    elif kind == 'aux_loss' and not _is_one_sequence(arguments):
+    elif len(kinds) > 1:
+        yield 'moe_aux_loss_coeff', f'{", ".join(kinds)} are added: give one of them'
+    elif 'aux_loss' in kinds and not _is_one_sequence(arguments):
         yield (
             'moe_aux_loss_coeff',
             'aux_loss counts the tokens of a microbatch: give --moe-router-load-balancing-type '
             'seq_aux_loss or global_aux_loss, or --micro-batch-size 1',
         )
-    elif kind == 'global_aux_loss' and (
+    elif 'global_aux_loss' in kinds and (
         arguments.get('moe_router_enable_expert_bias') or arguments.get('moe_router_group_topk')
     ):
         yield (
@@ -127,7 +128,7 @@ def experts_of(arguments: Mapping[str, Any], ffn_size: int) -> Keys | None:
     if not (count := arguments.get('num_experts')):
         return None
     active, is_sigmoid = get('router_topk', 2), get('router_score_function') == 'sigmoid'
-    kind, coefficient = _auxiliary_loss(arguments)
+    losses = _auxiliary_losses(arguments)
     keys: Keys = {
         'count': count,
         'active': active,
@@ -145,7 +146,7 @@ def experts_of(arguments: Mapping[str, Any], ffn_size: int) -> Keys | None:
         keys |= {'selection_bias': True, 'bias_rate': get('router_bias_update_rate')}
     if active_groups := get('router_group_topk'):
         keys |= {'groups': get('router_num_groups'), 'active_groups': active_groups}
-    if coefficient:
+    for kind, coefficient in ((kind, x) for kind, x in losses.items() if x):  # at most one
         # Megatron divides the gradient by the number of data shards, each of which has a part of
         # it.
         shards = _get(arguments, 'data_parallel_size', 1) if kind == 'global_aux_loss' else 1
@@ -161,13 +162,17 @@ def _get(arguments: Mapping[str, Any], name: str, default: Any) -> Any:
     return default if value is None else value
 
 
-def _auxiliary_loss(arguments: Mapping[str, Any]) -> tuple[str, float]:
-    """Return the kind of the auxiliary loss and its coefficient; a list of kinds is joined."""
-    kind = _get(arguments, 'moe_router_load_balancing_type', 'aux_loss')
-    coefficient = _get(arguments, 'moe_aux_loss_coeff', 0.0)
-    if isinstance(kind, list):
-        kind, coefficient = ' '.join(map(str, kind)), coefficient[0]
-    return kind, float(coefficient)
+def _auxiliary_losses(arguments: Mapping[str, Any]) -> dict[str, float]:
+    """Return the coefficient of each auxiliary loss by its kind; `none` has none."""
+    kinds = _get(arguments, 'moe_router_load_balancing_type', 'aux_loss')
+    coefficients = _get(arguments, 'moe_aux_loss_coeff', 0.0)
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    if not isinstance(coefficients, list):
+        coefficients = [coefficients] * len(kinds)
+    return {
+        kind: 0.0 if kind == 'none' else float(coefficient)
+        for kind, coefficient in zip(kinds, coefficients, strict=True)
+    }
 
 
 def dense_layers(arguments: Mapping[str, Any]) -> list[bool]:
