@@ -55,8 +55,18 @@ class DistCheckpoint(NamedTuple):
 
 
 def is_dist(folder: Path) -> bool:
-    """Return whether a folder is a distributed checkpoint of megatron-core."""
-    return (folder / BACKEND).is_file()
+    """Return whether a folder is a distributed checkpoint of megatron-core.
+
+    Raises ConfigError for the formats of PyTorch's FSDP and of Megatron-FSDP.
+    """
+    is_dist = (folder / BACKEND).is_file()
+    if not is_dist and (folder / METADATA).is_file() and not any(folder.glob('mp_rank_*')):
+        raise ConfigError(
+            f'{folder}: has {METADATA} and no {BACKEND}, as in the formats torch_dcp and '
+            'fsdp_dtensor, which are not supported: load it in Megatron-LM and save it with '
+            '--ckpt-format torch_dist'
+        )
+    return is_dist
 
 
 def open_checkpoint(folder: Path) -> DistCheckpoint:
