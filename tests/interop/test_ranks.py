@@ -272,6 +272,10 @@ def test_arguments_become_a_model() -> None:
         True,
         5e5,
     )
+    # as in the releases of spring 2023, which have no `position_embedding_type`
+    old = {'use_rotary_position_embeddings': True, 'rotary_percent': 0.5}
+    older = Config(model=read_arguments(base | old, ''), train={'seq_len': 128}).model
+    assert (older.position, older.rotary_fraction) == ('rope', 0.5)
     assert model.rope_scaling is not None
     assert (model.rope_scaling.type, model.rope_scaling.factor) == ('llama3', 8.0)
     # The second name is that of megatron-core 0.19, where the first may be left from a checkpoint.

@@ -103,7 +103,11 @@ def read_arguments(arguments: Mapping[str, Any], file: str) -> Keys:
         if problems := _problems(arguments, file):
             raise ConfigError(*problems)
         size = _vocab_size(arguments, file)
-        return _model(arguments, size, arguments.get('position_embedding_type') == 'rope')
+        # Releases before `position_embedding_type` have only the second argument.
+        rope = arguments.get('position_embedding_type') == 'rope' or bool(
+            arguments.get('use_rotary_position_embeddings')
+        )
+        return _model(arguments, size, rope)
 
 
 def _problems(arguments: Mapping[str, Any], file: str) -> list[str]:
