@@ -456,6 +456,11 @@ def test_all_faults_of_a_line_are_named_at_once() -> None:
             '16 16 5859375: is not supported: .*larger train.batch_size',
         ),
         ('--optimizer sgd', '--optimizer sgd: is not supported: give adam or muon'),
+        ('--embedding-init-method-std 1.0', 'std 1.0: is not supported: [^?]* leave it out$'),
+        ('--dataloader-inter-document-masking', 'give --reset-position-ids, --reset-attention-'),
+        ('--start-eval-at-iter 5', '--start-eval-at-iter 5: is not supported: .* leave it out'),
+        ('--new-init-method-std 1.0', 'not a known argument of [^?]*$'),  # another argument
+        ('--init-method-stdd 1.0', r'did you mean --init-method-std\?$'),
         ('--optimizer adaptive_muon', '--optimizer adaptive_muon: is not supported'),
         ('--end-weight-decay 0.3', '--end-weight-decay 0.3: .* constant'),
         ('--clip-grad 0', '--clip-grad 0: .* large number'),
@@ -852,3 +857,18 @@ def test_two_scalings_of_the_rope_are_refused() -> None:
     said = r'--rotary-seq-len-interpolation-factor 4: .* leave it or --use-rope-scaling out'
     with pytest.raises(ConfigError, match=said):
         convert(f'{SMALL}{added}--rotary-seq-len-interpolation-factor 4')
+
+
+@pytest.mark.parametrize(
+    'added',
+    [
+        '--enable-experimental', '--use-transformer-engine-op-fuser --fused-residual-rmsnorm',
+        '--flight-recorder-dump-path x --gpu-sniff-test-interval 10', '--no-pin-cpu-grads',
+        '--save-tokens-per-expert-interval 5', '--dataloader-fast-cache-load',
+        '--ddp-reduce-scatter-with-fp32-accumulation --mtp-loss-scaling-factor 0.1',
+    ],
+)  # fmt: skip
+def test_arguments_of_the_newest_release_that_change_no_number_are_listed(added: str) -> None:
+    keys, _, unused = convert(SMALL + added).partition('\n# Without a meaning here:')
+    assert keys.strip() == convert(SMALL).strip()
+    assert all(word in unused for word in added.split())

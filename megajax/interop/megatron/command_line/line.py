@@ -19,7 +19,6 @@ from megajax.interop.megatron.command_line.muon import KINDS
 from megajax.interop.megatron.command_line.script import find_launch, program_of
 from megajax.interop.megatron.command_line.table import (
     DEFAULTS,
-    INSTEAD,
     NO_MEANING,
     READ,
     RENAMED,
@@ -28,6 +27,7 @@ from megajax.interop.megatron.command_line.table import (
     known_names,
     names,
 )
+from megajax.interop.megatron.command_line.unsupported import INSTEAD
 from megajax.interop.shell_variables import UNKNOWN, mark, plain
 
 TYPES = {name: kind for kind, block in READ.items() for name in names(block)}
@@ -227,6 +227,8 @@ def _value(name: str, values: list[str], shown: str) -> Any:
         raise ConfigError(f'{shown}: is not supported: {INSTEAD[name]}')
     if not _is_known(name):
         near = get_close_matches(name, KNOWN, n=1)
+        # A name with further words is rather another argument than a misspelled one.
+        near = [other for other in near if f'_{other}_' not in f'_{name}_']
         hint = f'; did you mean --{near[0].replace("_", "-")}?' if near else ''
         raise ConfigError(
             f'{shown}: is not a known argument of pretrain_gpt.py or pretrain_bert.py{hint}'

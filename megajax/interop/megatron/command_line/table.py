@@ -8,6 +8,8 @@ nor `pretrain_bert.py` needs, such as those for retrieval, are not listed. Impor
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megajax.interop.megatron.command_line.unsupported import INSTEAD
+
 # Arguments that set config keys, by the type of their value; `bool` is a flag.
 READ: Mapping[type, str] = {
     int: """
@@ -119,6 +121,7 @@ NO_MEANING: Mapping[str, str] = {
         moe_router_padding_for_quantization moe_pad_expert_input_to_capacity
         moe_pad_experts_for_cuda_graph_inference moe_use_legacy_grouped_gemm
         moe_single_grouped_weight moe_single_grouped_bias use_grouped_gemm_for_shared_expert
+        use_transformer_engine_op_fuser fused_residual_rmsnorm
     """,
     'an all-to-all sends tokens to their experts': """
         moe_token_dispatcher_type moe_flex_dispatcher_backend moe_enable_deepep moe_deepep_num_sms
@@ -158,6 +161,7 @@ NO_MEANING: Mapping[str, str] = {
         no_query_key_layer_scaling fp32_embedding fp32_layernorm
         fp32_tokentypes fp32_allreduce fp16_lm_cross_entropy disable_bf16_reduced_precision_matmul
         main_grads_dtype main_params_dtype no_fp32_embedding grad_scaling_factor
+        ddp_reduce_scatter_with_fp32_accumulation megatron_fsdp_main_grads_dtype
     """,
     # `core/train/loss_scale.py`
     'the loss scale doubles after 1000 steps, halves at the 2nd overflow, and is at least 1': """
@@ -172,7 +176,8 @@ NO_MEANING: Mapping[str, str] = {
         no_clone_scatter_output_in_embedding fp8_param_gather keep_fp8_weight_transpose_cache
         reuse_grad_buf_for_mxfp8_param_ag torch_fsdp2_no_reshard_after_forward
         suggested_communication_unit_size no_gradient_reduce_div_fusion keep_fp8_transpose_cache
-        disable_manual_gc_eval disable_clone_scatter_output_in_embedding
+        disable_manual_gc_eval disable_clone_scatter_output_in_embedding no_pin_cpu_grads
+        no_pin_cpu_params
     """,
     # `core/train/scaling.py`
     'delayed scales follow from the largest values of 1024 steps, without a margin': """
@@ -216,7 +221,8 @@ NO_MEANING: Mapping[str, str] = {
         profile_ranks use_pytorch_profiler log_memory_interval log_device_memory_used
         moe_per_layer_logging log_max_attention_logit disable_log_loss_scale_to_tensorboard
         pytorch_profiler_collect_shapes pytorch_profiler_collect_callstack
-        pytorch_profiler_collect_chakra record_shapes nvtx_ranges
+        pytorch_profiler_collect_chakra record_shapes nvtx_ranges save_tokens_per_expert_interval
+        save_params_interval save_activations_interval save_wgrads_interval save_dgrads_interval
     """,
     WATCH: """
         log_straggler disable_straggler_on_startup straggler_ctrlr_port straggler_minmax_count
@@ -226,12 +232,17 @@ NO_MEANING: Mapping[str, str] = {
         error_injection_rate error_injection_type enable_ft_package calc_ft_timeouts
         inprocess_restart train_sync_interval test_mode app_tag_run_name app_tag_run_version
         exit_signal_handler_for_training exit_signal_handler_for_dataloader ft_num_warmup_iters
-        run_workload_inspector_server
+        run_workload_inspector_server gpu_sniff_test_interval flight_recorder_dump_path
+        flight_recorder_trace_buffer_size flight_recorder_include_stack_trace
+        no_flight_recorder_dump_on_timeout disable_flight_recorder_dump_on_timeout
+        no_flight_recorder_include_only_active disable_flight_recorder_include_only_active
+        no_flight_recorder_extra_dump_on_exec disable_flight_recorder_extra_dump_on_exec
     """,
     READER: """
         num_workers data_cache_path no_mmap_bin_files data_impl mmap_warmup lazy_loader
         no_create_attention_mask_in_dataloader num_dataset_builder_threads
-        object_storage_cache_path presplit_sentences dataloader_save
+        object_storage_cache_path presplit_sentences dataloader_save dataloader_fast_cache_load
+        dataloader_defer_npy_index_mmap
     """,
     'the corpus already consists of token ids; data.tokenizer names a tokenizer.json': """
         merge_file vocab_extra_ids tiktoken_pattern tiktoken_num_special_tokens
@@ -250,58 +261,8 @@ NO_MEANING: Mapping[str, str] = {
         q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
         sgd_momentum use_tokenizer_from_checkpoint_args
         lion_beta1 lion_beta2 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
+        enable_experimental mtp_loss_scaling_factor qk_clip_alpha qk_clip_threshold
     """,
-}
-# Arguments for which no value is supported, with what to do instead.
-INSTEAD: Mapping[str, str] = {
-    'rampup_batch_size': 'leave it out; a run that is stopped and resumed with a larger '
-    'train.batch_size continues with it',
-    'step_batch_size_schedule': 'use one train.batch_size, or several runs with run.start_from',
-    'init_method_xavier_uniform': 'weights are drawn from a normal distribution: '
-    'give --init-method-std',
-    'decoupled_lr': 'all parameters have one optim.lr',
-    'decoupled_min_lr': 'all parameters have one optim.min_lr',
-    'train_data_path': 'give one --data-path with --split',
-    'valid_data_path': 'give one --data-path with --split',
-    'test_data_path': 'give one --data-path with --split',
-    'per_split_data_args_path': 'give one --data-path with --split',
-    'data_args_path': 'give --data-path',
-    'sft': 'train on JSON lines with messages, with data.corpus and data.chat_template',
-    'full_validation': 'set train.eval_batches in the YAML',
-    'multiple_validation_sets': 'give one --data-path with --split',
-    'apply_wd_to_qk_layernorm': 'weight decay is not applied to norms: leave it out',
-    'train_data': 'build .bin and .idx with `megajax data build`, and give --data-path',
-    'bert_no_binary_head': 'BERT always has its sentence-order head',
-    'exit_interval': 'end after a number of steps with --train-iters, or after a time with '
-    '--exit-duration-in-mins',
-    'skip_train': 'use `megajax eval`',
-    'pretrained_checkpoint': 'import it with `megajax import megatron`, '
-    'and begin with run.start_from',
-    'yaml_cfg': 'give the arguments themselves',
-    'spec': 'the layers of a decoder are those that `megajax config show` lists',
-    'cpu_offloading': 'use train.recompute, optim.shard, or more devices',
-    'cpu_offloading_num_layers': 'use train.recompute, optim.shard, or more devices',
-    'optimizer_cpu_offload': 'use optim.shard, or optim.moments_dtype=bfloat16',
-    'optimizer_offload_fraction': 'use optim.shard, or optim.moments_dtype=bfloat16',
-    'decoder_first_pipeline_num_layers': 'every stage has the same number of layers, and the '
-    'embedding and the head are divided over them',
-    'decoder_last_pipeline_num_layers': 'every stage has the same number of layers, and the '
-    'embedding and the head are divided over them',
-    'pipeline_model_parallel_layout': 'every stage has the same number of layers',
-    'account_for_embedding_in_pipeline_split': 'every stage has the same number of layers',
-    'account_for_loss_in_pipeline_split': 'every stage has the same number of layers',
-    'pipeline_model_parallel_split_rank': 'encoder-decoder models are not supported',
-    'decoder_num_layers': 'encoder-decoder models are not supported',
-    'decoder_seq_length': 'encoder-decoder models are not supported',
-    'standalone_embedding_stage': 'the embedding is divided over the stages: leave it out',
-    'data_parallel_random_init': 'replicas have the same weights: leave it out',
-    'mtp_num_layers': 'a decoder predicts only the next token: leave it out',
-    'hierarchical_context_parallel_sizes': 'context shards are one group: leave it out',
-    'hybrid_attention_ratio': 'every layer has attention and an MLP',
-    'hybrid_override_pattern': 'every layer has attention and an MLP',
-    'fp4_format': 'give --fp8-format hybrid, or --bf16',
-    'label_smoothing': 'set loss.label_smoothing in the YAML',
-    'use_dion': 'give --optimizer muon or adam',
 }
 # Megatron-LM's defaults, except a model's, which are in `arguments.py`. Where releases differ, they
 # are megatron-core 0.19's, except for `eval_interval`: without it, 0.19 does not evaluate.
@@ -339,7 +300,7 @@ def names(text: str) -> list[str]:
 
 
 def known_names() -> Iterator[str]:
-    """Yield every name in the tables of this file."""
+    """Yield every name in the tables of this file and in INSTEAD."""
     for block in (*READ.values(), *NO_MEANING.values()):
         yield from names(block)
     yield from (*SETS, *RENAMED, *INSTEAD)
