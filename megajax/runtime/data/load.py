@@ -20,6 +20,7 @@ from megajax.runtime.data.corpus_tokenizer import (
 from megajax.runtime.data.image_rows import EmptySlots
 from megajax.runtime.data.image_text.chat import Template
 from megajax.runtime.data.image_text.load import (
+    Progress,
     check_unused_images,
     keeps_documents,
     load_image_text,
@@ -29,10 +30,10 @@ from megajax.runtime.data.load_streamed import load_streamed
 from megajax.runtime.data.loss_check import check_counted
 from megajax.runtime.data.masked import (
     NUM_SPECIAL,
-    SHORTEST,
     DocumentPieces,
     MaskedBatches,
     Vocabulary,
+    check_documents,
 )
 from megajax.runtime.data.megatron_order import MegatronSamples, blend_index, blend_sizes
 from megajax.runtime.data.remote_text import local_text
@@ -71,10 +72,13 @@ class Data:
     train_of: Callable[[int], Batches] | None = None
 
 
-def load_data(config: Config, template: Template | None = None) -> Data:
+def load_data(
+    config: Config, template: Template | None = None, *, progress: Progress | None = None
+) -> Data:
     """Open the corpus of `config`.
 
-    Messages are rendered with the chat `template`, by default the config's. Raises ConfigError if
+    Messages are rendered with the chat `template`, by default the config's. While messages or
+    images are read, `progress` is called again and again. Raises ConfigError if
     the corpus cannot be used, does not fit the model, does not fill a batch, or has no token that
     counts in the loss.
     """
@@ -95,7 +99,7 @@ def load_data(config: Config, template: Template | None = None) -> Data:
         check_counted(config, streamed.tokenizer, streamed.train, streamed.validation)
         return Data(**streamed._asdict())
     with local_text(config) as (local, versions, kept):
-        data = _load_files(local, template, kept)
+        data = _load_files(local, template, kept, progress)
         check_counted(local, data.tokenizer, data.train, data.validation)
     if not versions:
         return data
@@ -106,12 +110,17 @@ def load_data(config: Config, template: Template | None = None) -> Data:
     return replace(data, fingerprints={**contents, **versions})
 
 
-def _load_files(config: Config, template: Template | None, kept: KeptTokens | None) -> Data:
+def _load_files(
+    config: Config,
+    template: Template | None,
+    kept: KeptTokens | None,
+    progress: Progress | None,
+) -> Data:
     if kept and kept.found:
         return _load_text(config, kept)
     prefixes = prefixes_of(config)
     if not prefixes and keeps_documents(config, config.data.corpus):
-        return _load_image_text(config, template)
+        return _load_image_text(config, template, progress)
     if config.data.chat_template is not None:
         message = 'is for JSON lines with messages, and the corpus has none; remove it'
         raise mistake('data.chat_template', message, *CORPUS)
@@ -146,7 +155,7 @@ def _load_pairs(config: Config, prefixes: Sequence[str]) -> Data:
     return replace(data, fingerprints=data.fingerprints | versions)
 
 
-def _load_image_text(config: Config, template: Template | None) -> Data:
+def _load_image_text(config: Config, template: Template | None, progress: Progress | None) -> Data:
     data, train = config.data, config.train
     if config.model.is_bert:
         reads = f'model.objective={config.model.objective} reads text, not chats'
@@ -170,6 +179,7 @@ def _load_image_text(config: Config, template: Template | None) -> Data:
         split=data.split,
         template=template or data.chat_template,
         ignored=data.ignored_keys,
+        progress=progress,
     )
     return Data(
         tokenizer=tokenizer,
@@ -248,7 +258,7 @@ def _stateless(
         vocabulary, length = Vocabulary.of(tokenizer), seq_len - NUM_SPECIAL
         datasets = [DocumentPieces(part, length=length, eod=tokenizer.eod) for part in parts]
         samples = Joined(datasets)
-        _check_documents(parts, datasets, validation=validation)
+        check_documents(parts, datasets, validation=validation)
         batches = partial(
             MaskedBatches,
             seq_len=seq_len,
@@ -271,18 +281,6 @@ def _stateless(
         )
         raise mistake('train.batch_size', message, 'train.seq_len', *CORPUS)
     return batches(samples, stateless_order.shuffled(samples.starts, weights, config.train.seed))
-
-
-def _check_documents(
-    parts: Sequence[Part], datasets: Sequence[DocumentPieces], *, validation: bool
-) -> None:
-    """Raise ConfigError for a part to train on, or parts to validate on, with no long document."""
-    short = [part for part, pieces in zip(parts, datasets, strict=True) if not len(pieces)]
-    if not any(part.num_tokens for part in short) or (validation and len(short) < len(parts)):
-        return
-    use, names = 'validate' if validation else 'train', ', '.join(x.sequences.name for x in short)
-    message = f'no document to {use} on has {SHORTEST} tokens, so none can be masked, in {names}'
-    raise mistake('data.corpus', f'{message}; give longer documents', *CORPUS)
 
 
 def _megatron(

@@ -1,11 +1,13 @@
 """Make BERT's batches: pairs of segments of one document, half of them swapped, with masks."""
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
 
+from megajax.core.config import mistake
 from megajax.runtime.data.batches import Batch, Batches, Order
 from megajax.runtime.data.samples import Samples
 from megajax.runtime.data.text.parts import Part
@@ -178,3 +180,15 @@ class MaskedBatches(Batches):
             self._vocabulary.mask,
             np.where(share < AS_MASK + AS_ANY, anything, tokens),
         )
+
+
+def check_documents(
+    parts: Sequence[Part], datasets: Sequence[DocumentPieces], *, validation: bool
+) -> None:
+    """Raise ConfigError for a part to train on, or parts to validate on, with no long document."""
+    short = [part for part, pieces in zip(parts, datasets, strict=True) if not len(pieces)]
+    if not any(part.num_tokens for part in short) or (validation and len(short) < len(parts)):
+        return
+    use, names = 'validate' if validation else 'train', ', '.join(x.sequences.name for x in short)
+    message = f'no document to {use} on has {SHORTEST} tokens, so none can be masked, in {names}'
+    raise mistake('data.corpus', f'{message}; give longer documents', 'data.blend')

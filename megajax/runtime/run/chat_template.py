@@ -1,6 +1,7 @@
 """Read the corpus of a run, and render its messages with the chat template of its model."""
 
 import logging
+from functools import partial
 from pathlib import Path
 
 from megajax.core.config import Config
@@ -11,18 +12,23 @@ from megajax.runtime.data.image_text.load import keeps_documents
 from megajax.runtime.data.remote_text import local_text
 from megajax.runtime.processes.consensus import local_time
 from megajax.runtime.run.infer_config import newest_data, with_own_tokenizer
+from megajax.runtime.run.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
 
-def read_corpus(config: Config, run: Path, start: Path | None) -> tuple[Data, Companions]:
+def read_corpus(
+    config: Config, run: Path, start: Path | None, watchdog: Watchdog | None = None
+) -> tuple[Data, Companions]:
     """Return a run's data, and the files that its checkpoints carry; all processes must call this.
 
-    Raises ConfigError as `load_data` does.
+    The watchdog is told of progress. Raises ConfigError as `load_data` does.
     """
     companions = companions_of_run(config, run, start)
     own = with_own_tokenizer(config, run, start)
-    return load_data(own, template_of_run(config, run, companions)), companions
+    progress = partial(watchdog.beat, 'reading the corpus', 'corpus') if watchdog else None
+    template = template_of_run(config, run, companions)
+    return load_data(own, template, progress=progress), companions
 
 
 def companions_of_run(config: Config, run: Path, start: Path | None) -> Companions:

@@ -147,7 +147,7 @@ def run(
             with start_checkpoint(config, folder) as start:
                 watchdog.beat('reading the corpus', 'corpus')
                 with report.waiting('reading the corpus'), logged_once():
-                    data, carried = read_corpus(config, folder, start)
+                    data, carried = read_corpus(config, folder, start, watchdog)
                     watchdog.beat('waiting for the other processes', 'corpus')
                 check_best(config, data)
                 report.say(f'data       {data.summary}')

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import jax
@@ -18,6 +19,8 @@ from megajax.core.config import Config, ConfigError
 from megajax.core.parallel.mesh import mesh_for
 from megajax.core.train.feed import abstract_batch
 from megajax.runtime.data import Data, load_data, make_tokenizer
+from megajax.runtime.data.image_text.documents import FileDocument
+from megajax.runtime.data.image_text.load import BETWEEN_CALLS, _warn_of_copies
 from megajax.runtime.data.tokens.indexed import write_index
 
 TURNS = [
@@ -292,6 +295,26 @@ def test_a_token_that_a_text_could_have_is_no_image_token(
     vision = wrong.vision.model_copy(update={'image_token': token})
     with pytest.raises(ConfigError, match=f'vision.image_token: {token} .*; use {fix}'):
         load_data(wrong.model_copy(update={'vision': vision}))
+
+
+def test_progress_is_told_again_and_again_while_lines_are_read(folder: Path) -> None:
+    write(folder, *[{'text': 'a', 'images': []}] * (2 * BETWEEN_CALLS + 1))
+    told = []
+    load_data(config(folder), progress=lambda: told.append(1))
+    assert len(told) == 2
+
+
+def test_copies_are_found_without_a_copy_of_all_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    documents = [
+        FileDocument(place='', tokens=np.full(9999, i), answered=np.ones(1), paths=(), grids=())
+        for i in (*range(40), 0)
+    ]
+    tracemalloc.start()
+    _warn_of_copies([documents[:30], documents[30:]])
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert '1 of 11 documents to validate on are copies' in caplog.text
+    assert most < sum(document.tokens.nbytes for document in documents) / 4
 
 
 @pytest.mark.parametrize('as_chat', [True, False])

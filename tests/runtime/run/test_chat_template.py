@@ -15,6 +15,7 @@ from megajax.runtime.checkpoint.hf_files import TEMPLATE, Companions, read_compa
 from megajax.runtime.data import load_data
 from megajax.runtime.data.text.tokenizer import train_bpe
 from megajax.runtime.run.chat_template import companions_of_run, read_corpus, template_of_run
+from megajax.runtime.run.watchdog import Watchdog
 
 TEXT = '{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}'
 DATED = '{{ strftime_now("%H:%M:%S") }}' + TEXT
@@ -55,6 +56,17 @@ def test_the_template_of_the_model_that_a_run_starts_from_is_the_default(
     text = load_data(config(), template).train[0]['tokens'][0].astype('uint8').tobytes()
     assert text.startswith(b'[user]a[assistant]b')
     assert f'messages are written by the chat template of {start}' in caplog.text
+
+
+def test_the_watchdog_is_told_of_progress_while_chats_are_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr('megajax.runtime.data.image_text.load.BETWEEN_CALLS', 8)
+    watchdog = Watchdog(None, None)
+    began = watchdog.since
+    read_corpus(config(), folder / 'run', None, watchdog)
+    assert watchdog.phase == 'reading the corpus'
+    assert watchdog.since > began
 
 
 def test_another_template_needs_a_word_and_is_named(

@@ -1,7 +1,7 @@
 """Make batches of documents with images from JSON lines."""
 
 import logging
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -34,9 +34,11 @@ from megajax.runtime.data.text.tokenizer import Tokenizer
 from megajax.runtime.data.token_pairs import has_tokens
 
 Row = Sequence[FileDocument]
+Progress = Callable[[], object]  # is called again and again while a corpus is read
 # Beginning of the name under which a checkpoint records the lines of a corpus with images; the
 # corpus follows.
 LINES_OF = 'lines of '
+BETWEEN_CALLS = 1000  # number of documents between two calls that report progress
 # The program that writes the images of a folder, and their captions, as JSON lines.
 CAPTIONS = (
     "import json, pathlib; [print(json.dumps({{'text': '<image>' + "
@@ -102,26 +104,22 @@ def load_image_text(
     split: str,
     template: Template | str | Path | None = None,
     ignored: Container[str] = (),
+    progress: Progress | None = None,
 ) -> ImageTextData:
     """Open a file of JSON lines or Parquet, or all of them in a folder, but no other files.
 
     Documents are divided into training and validation by the hash of file and line, as for text.
     They are packed whole and in order into sequences; training reshuffles the sequences in each
-    epoch. `template` and `ignored` are as for `open_chat`. Raises ConfigError if a line cannot be
-    used, if documents do not fit into sequences, or if the sequences do not fill a batch, whose
-    size must be a multiple of `multiple`.
+    epoch. `template` and `ignored` are as for `open_chat`. `progress` is called after every
+    `BETWEEN_CALLS` documents. Raises ConfigError if a line cannot be used, if documents do not fit
+    into sequences, or if the sequences do not fill a batch, whose size must be a multiple of
+    `multiple`.
     """
     from megajax.runtime.data import stateless_order
 
-    documents: dict[str, FileDocument] = {}
     with open_chat(tokenizer, shape.image_token, template, ignored=ignored) as chat:
-        for path, name in files_of(corpus):
-            for document in read_documents(path, shape, tokenizer, chat):
-                documents[_name(name, document.place)] = document
+        documents = _read(corpus, shape, tokenizer, chat, progress)
         _warn_of_endless_answers(list(documents.values()), tokenizer, chat)
-    if not documents:
-        fix = 'give JSON lines or Parquet that do'
-        raise mistake('data.corpus', f'{corpus!r} contains no documents; {fix}')
     check_fit(list(documents.values()), shape)
     find_corpus(corpus).log_unread(corpus)
     pictures = sum(len(document.paths) for document in documents.values())
@@ -151,6 +149,26 @@ def load_image_text(
         f'{len(validation):,} to validate',
         fingerprints=_fingerprints(corpus, documents),
     )
+
+
+def _read(
+    corpus: str,
+    shape: RowShape,
+    tokenizer: Tokenizer,
+    chat: Chat,
+    progress: Progress | None,
+) -> dict[str, FileDocument]:
+    """Return the documents of a corpus by name; raise ConfigError if there are none."""
+    documents: dict[str, FileDocument] = {}
+    for path, name in files_of(corpus):
+        for document in read_documents(path, shape, tokenizer, chat):
+            documents[_name(name, document.place)] = document
+            if progress and len(documents) % BETWEEN_CALLS == 0:
+                progress()
+    if not documents:
+        fix = 'give JSON lines or Parquet that do'
+        raise mistake('data.corpus', f'{corpus!r} contains no documents; {fix}')
+    return documents
 
 
 def pack(documents: Iterable[FileDocument], shape: RowShape) -> list[list[FileDocument]]:
@@ -257,7 +275,10 @@ def keeps_documents(config: Config, corpus: str) -> bool:
 
 
 def _warn_of_copies(parts: Sequence[Sequence[FileDocument]]) -> None:
-    if said := copies_warning(*([(x.tokens.tobytes(), *x.paths) for x in part] for part in parts)):
+    train, validation = (
+        [(sha256(x.tokens.tobytes()).digest(), *x.paths) for x in part] for part in parts
+    )
+    if said := copies_warning(train, validation):
         logger.warning(said)
 
 
