@@ -1,6 +1,7 @@
 """Which tokens of a chat the assistant says, and what else of a line reaches its template."""
 
 import json
+from collections.abc import Sequence
 from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
@@ -12,7 +13,7 @@ from runtime.data.test_corpus import carried_out
 
 from megajax.core.config import ConfigError
 from megajax.runtime.data.image_rows import RowShape
-from megajax.runtime.data.image_text.chat import DEFAULT, Template
+from megajax.runtime.data.image_text.chat import DEFAULT, PlainChat, Rendering, Request, Template
 from megajax.runtime.data.image_text.documents import FileDocument, read_documents
 from megajax.runtime.data.image_text.lines import pieces_of
 from megajax.runtime.data.image_text.load import open_chat
@@ -73,6 +74,25 @@ def test_a_document_begins_as_its_template_does_and_ends_once(tmp_path: Path) ->
     text, answered = shown(read(tmp_path, PLAIN + BEGIN, {'messages': turns('a', 'b')}))
     assert text == f'<|user|>a<|end|><|assistant|>b<|end|>{EOD}'
     assert answered == f'b<|end|>{EOD}'
+
+
+class Counting(PlainChat):
+    """Counts the messages that are rendered together, to which the limits of a template apply."""
+
+    most = 0
+
+    def render(self, requests: Sequence[Request], *, place: str) -> list[Rendering]:
+        self.most = max(self.most, sum(len(request.messages) for request in requests))
+        return super().render(requests, place=place)
+
+
+def test_the_limits_of_a_template_do_not_hold_for_all_turns_together() -> None:
+    chat = Counting({}, image='', eod=EOD)
+    messages = turns('a', 'b') * 50
+    vocabulary = Vocabulary(special={}, image_token=NO_TOKEN)
+    pieces = pieces_of({'messages': messages}, vocabulary, chat, 'a.jsonl:1')
+    assert sum(piece.answered for piece in pieces) == 50
+    assert chat.most <= 2 * len(messages)
 
 
 def test_special_tokens_after_all_turns_do_not_hide_the_earlier_ones(tmp_path: Path) -> None:

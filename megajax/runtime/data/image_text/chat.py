@@ -15,7 +15,8 @@ from typing import Any, Protocol, Self, TypeGuard
 from megajax.base.errors import ConfigError, mistake
 from megajax.core.config.extras import install
 
-MAX_SECONDS = 2.0  # maximum CPU time for rendering one document
+# maximum CPU time for rendering a document, or for both renderings that find one of its answers
+MAX_SECONDS = 2.0
 MAX_CHARACTERS = 1 << 22  # maximum number of characters of a rendering
 MAX_BYTES = 1 << 30  # maximum address space of the process that renders
 DEFAULT, TOOL_USE = 'default', 'tool_use'  # names of templates between which transformers chooses

@@ -229,13 +229,12 @@ def _assistant_spans(
     numbers = [i for i, message in enumerate(messages) if message['role'] == ASSISTANT]
     if not numbers:
         refuse(place, 'no message has the role "assistant", so nothing can be learned')
-    asked = []
-    for i in numbers:
-        asked += [_up_to(request, i, guard), replace(request, messages=messages[: i + 1])]
-    texts = [rendering.text for rendering in chat.render(asked, place=place)]
     spans = []
     last = 0
-    for i, before, after in zip(numbers, texts[::2], texts[1::2], strict=True):
+    for i in numbers:
+        # the limits of a template hold for what is rendered together
+        asked = [_up_to(request, i, guard), replace(request, messages=messages[: i + 1])]
+        before, after = (rendering.text for rendering in chat.render(asked, place=place))
         start = len(before)
         if not text.startswith(before):
             start = _shared(before, text, guard.pattern)
