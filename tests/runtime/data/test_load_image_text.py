@@ -121,7 +121,8 @@ def test_captions_in_files_next_to_their_images_are_refused_with_the_command_tha
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (folder / 'more').mkdir()
-    (folder / 'b.png').rename(folder / 'more/b.png')
+    Image.new('RGB', (8, 8)).save(folder / 'more/b.JPG', 'JPEG')
+    (folder / 'b.png').unlink()
     for name in ('a', 'more/b'):
         (folder / f'{name}.txt').write_text(f'the color of {name} ' * 2)
         (folder / f'{name}.json').write_text('{"caption": "a"}')

@@ -10,7 +10,6 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from megajax.base.errors import Problem, changing_problems
-from megajax.base.render.text import typed
 from megajax.core.config import Config, ConfigError, mistake
 from megajax.runtime.data.batches import Batch, Batches, Order
 from megajax.runtime.data.image_rows import RowShape
@@ -41,9 +40,10 @@ LINES_OF = 'lines of '
 BETWEEN_CALLS = 1000  # number of documents between two calls that report progress
 # The program that writes the images of a folder, and their captions, as JSON lines.
 CAPTIONS = (
-    "import json, pathlib; [print(json.dumps({{'text': '<image>' + "
-    "image.with_suffix('{text}').read_text('utf-8'), 'images': [str(image)]}})) "
-    "for image in sorted(pathlib.Path('.').rglob('*{image}'))]"
+    'python -c "import json, pathlib; '
+    "[print(json.dumps({{'text': '<image>' + text.read_text('utf-8'), 'images': [str(image)]}})) "
+    "for text in sorted(pathlib.Path('.').rglob('*{text}')) "
+    'for image in map(text.with_suffix, {images}) if image.exists()]" > NEW.jsonl'
 )
 
 logger = logging.getLogger(__name__)
@@ -242,7 +242,7 @@ def check_unused_images(corpus: str) -> None:
     names = {PurePosixPath(name) for name in (*unread, *(file.name for file in files))}
     images = {name.with_suffix(''): name for name in names if is_image(name.name)}
     texts = sorted(names - {*images.values()})
-    captions = [name for name in texts if name.with_suffix('') in images]
+    captions = [x for x in texts if x.suffix[1:].isalnum() and x.with_suffix('') in images]
     if images and 2 * len(captions) <= len(texts):
         logger.warning(
             'data.corpus: %s: no line names an image, so the %s images of the folder are not used',
@@ -250,13 +250,12 @@ def check_unused_images(corpus: str) -> None:
         )
     elif captions:
         text = next((name for name in captions if name.suffix != '.json'), captions[0])
-        image = images[text.with_suffix('')]
-        script = CAPTIONS.format(text=text.suffix, image=image.suffix)
+        image, kinds = images[text.with_suffix('')], {x.suffix for x in images.values()}
         raise mistake(
             'data.corpus',
             f'{corpus!r} has an image for {len(captions):,} of its texts, such as {image} for '
             f'{text}, and only JSON lines show images to the model; write them in the folder: '
-            f'python -c {typed(script)} > NEW.jsonl',
+            f'{CAPTIONS.format(text=text.suffix, images=sorted(kinds))}',
         )
 
 
