@@ -298,6 +298,46 @@ def test_a_token_that_a_text_could_have_is_no_image_token(
         load_data(wrong.model_copy(update={'vision': vision}))
 
 
+@pytest.mark.skipif(shutil.which('jq') is None, reason='jq is not installed')
+@pytest.mark.parametrize('form', ['images', 'part', 'image', 'conversation'])
+def test_the_command_for_images_inside_a_table_writes_files_and_what_is_read(
+    folder: Path, form: str
+) -> None:
+    tables, table = map(pytest.importorskip, ('pyarrow', 'pyarrow.parquet'))
+    image = {'bytes': (folder / 'a.png').read_bytes(), 'path': None}
+    parts = [{'type': 'image', 'image': image}, {'type': 'text', 'text': 'What?'}]
+    said = [{'from': 'human', 'value': '<image>What?'}, {'from': 'gpt', 'value': 'Red.'}]
+    asked = {'role': 'user', 'content': parts}
+    answer = {'role': 'assistant', 'content': [{'type': 'text', 'text': 'Red.'}]}
+    row = {
+        'images': {'messages': TURNS, 'images': [image]},
+        'part': {'messages': [asked, answer]},
+        'image': {'text': 'Red.', 'image': image},
+        'conversation': {'conversations': said, 'image': image},
+    }[form]
+    table.write_table(tables.Table.from_pylist([row] * 2), folder / 'old.parquet')
+    for old, new in (('old.parquet', 'new.jsonl'), ('new.jsonl', 'last.jsonl')):
+        with pytest.raises(ConfigError) as found:
+            load_data(config(folder / old))
+        command = re.search(r'(?:python|jq) -[ c].* > NEW\.jsonl$', str(found.value))[0]
+        command = command.replace('OLD', old).replace('NEW.jsonl', new)
+        command = command.replace('python -c', f'{sys.executable} -c')
+        subprocess.run(['sh', '-c', command], check=True, cwd=folder)
+        if form in ('images', 'part'):
+            break
+    data = load_data(config(folder / new))
+    assert data.summary.startswith('2 documents with 2 images')
+    assert 'Red.' in shown(data)
+
+
+def test_images_inside_lines_are_not_for_a_model_of_text(folder: Path) -> None:
+    write(folder, {'messages': TURNS, 'images': [{'bytes': 'x', 'path': 'a.png'}]})
+    with pytest.raises(ConfigError, match=r'data.jsonl:1: has 1 images, but this is a text'):
+        load_data(text_config(folder))
+    with pytest.raises(ConfigError, match='images are read from files; write the images to files'):
+        load_data(config(folder))
+
+
 def test_progress_is_told_again_and_again_while_lines_are_read(folder: Path) -> None:
     write(folder, *[{'text': 'a', 'images': []}] * (2 * BETWEEN_CALLS + 1))
     told = []

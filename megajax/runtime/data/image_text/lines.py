@@ -21,11 +21,18 @@ from megajax.runtime.data.image_text.turns import (
     refuse,
     short,
 )
-from megajax.runtime.data.sources.image_keys import MARKER, as_images, image_keys
+from megajax.runtime.data.sources.commands import images_to_files
+from megajax.runtime.data.sources.image_keys import (
+    MARKER,
+    as_images,
+    contains_images,
+    image_keys,
+)
 from megajax.runtime.data.sources.shapes import OBJECTS, as_messages
 from megajax.runtime.data.text.pieces import Piece
 
 LISTS = 'messages', *OBJECTS
+INSIDE = 'contains the image itself, and images are read from files'  # a fault of a key
 KWARGS = 'chat_template_kwargs'  # trl's key for other variables of a template
 
 
@@ -126,10 +133,12 @@ def _variables(line: dict[str, Any], place: str) -> dict[str, Any]:
 
 def _images(line: dict[str, Any], vocabulary: Vocabulary, place: str) -> list[str]:
     images = line.get('images', [])
+    if not vocabulary.sees and isinstance(images, list):
+        _check_blind(len(images), place)
+    if contains_images({'images': images}):
+        refuse(place, f'"images" {INSIDE}', images_to_files(place))
     if not isinstance(images, list) or not all(isinstance(name, str) for name in images):
         refuse(place, f'"images" is {short(images)}, not a list of file names')
-    if not vocabulary.sees:
-        _check_blind(len(images), place)
     return images
 
 
@@ -158,6 +167,8 @@ def _messages(
                 name = part.get('image')
                 if name is None:
                     name = rest.pop() if rest else _unequal(len(names) + 1, images, place)
+                if contains_images({'image': name}):
+                    refuse(place, f'"image" {INSIDE}', images_to_files(place))
                 if not isinstance(name, str):
                     refuse(place, f'"image" is {short(name)}, not a file name')
                 names.append(name)

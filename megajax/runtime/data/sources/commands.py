@@ -13,6 +13,18 @@ ROWS = (
 )
 # A column gives every object in it all keys.
 WITHOUT_NULLS = 'del(.. | objects | .[] | nulls) | '
+# The program that writes the rows of a Parquet file as JSON lines, and the images in it to files.
+IMAGES_OF_ROWS = (
+    'python -c "import itertools, json, os, pyarrow.parquet as parquet; '
+    "os.makedirs('images', exist_ok=True); numbers = itertools.count(); "
+    "name = lambda path: 'images/%08d%s' % (next(numbers), os.path.splitext(path)[1]); "
+    "save = lambda name, data: [open(name, 'wb').write(data), name][1]; "
+    "walk = lambda x: (save(name(x.get('path') or 'a.png'), x['bytes']) if x.get('bytes') else "
+    "x['path'] if x.keys() == {'bytes', 'path'} else {key: walk(y) for key, y in x.items()}) "
+    'if isinstance(x, dict) else list(map(walk, x)) if isinstance(x, list) else x; '
+    '[print(json.dumps(walk(row), default=str)) for rows in '
+    "parquet.ParquetFile('OLD').iter_batches(64) for row in rows.to_pylist()]\""
+)
 
 
 def jq(program: str, place: str) -> str:
@@ -27,3 +39,14 @@ def jq(program: str, place: str) -> str:
     if compression := compression_of(path):
         return f'{UNPACK[compression]} OLD | {command} > NEW.jsonl'
     return f'{command} OLD > NEW.jsonl'
+
+
+def images_to_files(place: str) -> str:
+    """Return how to write the images inside the lines of a file to files that the lines name.
+
+    It is for the file of the line or row at a place.
+    """
+    if format_of(place.rpartition(':')[0]) != 'parquet':
+        return 'write the images to files, and the names of these files in place of them'
+    clean = f'jq -c {typed(WITHOUT_NULLS + ".")}'
+    return f'write the images to files: {IMAGES_OF_ROWS} | {clean} > NEW.jsonl'

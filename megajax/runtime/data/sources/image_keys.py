@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from megajax.runtime.data.sources.commands import jq
+from megajax.runtime.data.sources.commands import images_to_files, jq
 
 MARKER = '<image>'  # the image placeholder in a text
 # The suffixes of the images that are read.
@@ -32,13 +32,20 @@ def image_keys(line: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def contains_images(line: Mapping[str, Any]) -> bool:
+    """Whether a key of a line contains images themselves, as tables of Hugging Face datasets do."""
+    return any(
+        isinstance(first, Mapping) and _names_image(first) for first in map(_first, line.values())
+    )
+
+
 def as_images(line: Mapping[str, Any], keys: Sequence[str], place: str) -> str:
     """Return the fix for a line with a text and the names of its images under `keys`.
 
     It is for the file of the line or row at a place.
     """
-    if any(isinstance(_first(line[key]), Mapping) for key in keys):
-        return 'write the images to files, and the names of these files to "images"'
+    if contains_images({key: line[key] for key in keys}):
+        return images_to_files(place)
     text = '.text' if MARKER in line['text'] else f'("{MARKER}" * (.images | length) + .text)'
     program = f'.images = {listed(line, keys)} | {{text: {text}, images}}'
     return f'write "images": {jq(program, place)}'

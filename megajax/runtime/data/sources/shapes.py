@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megajax.runtime.data.sources.commands import jq
-from megajax.runtime.data.sources.image_keys import image_keys, listed
+from megajax.runtime.data.sources.commands import images_to_files, jq
+from megajax.runtime.data.sources.image_keys import contains_images, image_keys, listed
 
 QUESTIONS = 'prompt', 'question', 'query', 'instruction', 'problem', 'inputs', 'input'
 ANSWERS = (
@@ -31,6 +31,8 @@ def as_messages(document: Mapping[str, Any], place: str) -> str:
     turns = _turns(document)
     if not turns:
         return ''
+    if contains_images(document):
+        return images_to_files(place)
     keys = [f'messages: {turns}', *(_kept(document, key) for key in OBJECTS if key in document)]
     if 'images' in document:
         keys.append('images')
