@@ -159,6 +159,7 @@ def double_precision(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whatever megajax keeps or computes in fp32, in float64."""
     with jax.enable_x64(True):
         monkeypatch.setattr(jnp, 'float32', jnp.float64)
+        monkeypatch.setattr('megajax.core.parallel.mesh.SETTINGS', ())
         monkeypatch.setattr('megajax.core.train.zero.dtype_at_rest', lambda *_: 'float64')
         yield
 

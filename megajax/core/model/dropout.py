@@ -18,6 +18,14 @@ from megajax.core.parallel.layout import CONTEXT
 from megajax.core.parallel.zigzag import position_at
 
 
+def random_key(seed: int | jax.Array) -> jax.Array:
+    """Return the key of a seed, whatever generator `jax_default_prng_impl` chooses.
+
+    Only the numbers of Threefry, jax's default, are the same on every mesh.
+    """
+    return jax.random.key(seed, impl='threefry2x32')
+
+
 def sequence_keys(key: jax.Array, row_B: jax.Array) -> jax.Array:
     """Return one key per sequence, from its index in the global batch; sharded like `row_B`."""
     return jax.vmap(lambda row: jax.random.fold_in(key, row))(row_B)
@@ -115,8 +123,8 @@ def kept(key_2: jax.Array, row: jax.Array, column: jax.Array, width: int, rate: 
     """Return elements of `jax.random.bernoulli(key, 1 - rate, [..., width])`.
 
     `row` is an element's index in all dims before the last, flattened; it broadcasts against
-    `column`, the index in the last dim. The sequence of random bits is Threefry's, the default of
-    `jax.random`: element i comes from the hash of the 64-bit number i.
+    `column`, the index in the last dim. The sequence of random bits is Threefry's (`random_key`):
+    element i comes from the hash of the 64-bit number i.
     """
     row, column = jnp.broadcast_arrays(row.astype(jnp.uint32), column.astype(jnp.uint32))
     high, low = _times(row, width)

@@ -32,6 +32,11 @@ KEYS = {
     'expert': 'experts',
     'row': 'model_rows',
 }  # keys of `mesh` whose name differs from their axis
+# boolean settings of jax, the value that a step needs, and the reason
+SETTINGS = (
+    ('jax_enable_x64', False, 'no number of a step has 64 bits'),
+    ('jax_threefry_partitionable', True, 'dropout masks would depend on the mesh'),
+)
 HOST_BYTES = 256  # maximum length of a host's name in bytes
 # files of which one exists wherever jax looks for GPUs
 NVIDIA = '/dev/nvidia0', '/dev/nvidiactl', '/dev/dxg'
@@ -104,10 +109,20 @@ def check_current_mesh(config: Config) -> None:
 def mesh_of(devices: Sequence[Any], sizes: Mapping[str, int]) -> Mesh:
     """Return a mesh of these devices with Explicit axes.
 
-    The devices may be abstract (`core/hardware/targets.py`).
+    The devices may be abstract (`core/hardware/targets.py`). Raises ConfigError if jax has a
+    setting that a step does not support.
     """
+    _check_settings()
     grid = np.array(devices).reshape(*sizes.values())
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes))
+
+
+def _check_settings() -> None:
+    """Raise ConfigError if a setting of jax has a value with which a step fails or changes."""
+    for name, default, why in SETTINGS:
+        if getattr(jax.config, name) != default:
+            fix = f'unset {name.upper()}, or call jax.config.update({name!r}, {default})'
+            raise ConfigError(f'{name}={not default} is not supported: {why}; {fix}')
 
 
 def _words(sizes: Mapping[str, int]) -> str:

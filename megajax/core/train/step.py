@@ -12,6 +12,7 @@ from jax.stages import Wrapped
 from megajax.core.config import Config
 from megajax.core.config.overlap_rules import resolved, without_order
 from megajax.core.hardware.targets import GPUS
+from megajax.core.model.dropout import random_key
 from megajax.core.model.parameters import trainable, with_frozen
 from megajax.core.model.transformer import make_model
 from megajax.core.parallel.layout import Layout
@@ -48,7 +49,7 @@ class TrainState(NamedTuple):
 
 def make_params(config: Config) -> nnx.State:
     """Return a model's random parameters in their stored form; trace this function, as in jit."""
-    key = jax.random.key(config.train.seed)
+    key = random_key(config.train.seed)
     return between_steps(nnx.state(make_model(config.model, Layout.of(config), key=key)), config)
 
 
@@ -187,7 +188,7 @@ def dropout_key(seed: int, step: jax.Array | int) -> jax.Array:
     jax.random.split(key, n)[i] is fold_in(key, i), so without DROPOUT, the first steps would draw
     their masks with the keys that initialized the parameters.
     """
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), DROPOUT), step)
+    return jax.random.fold_in(jax.random.fold_in(random_key(seed), DROPOUT), step)
 
 
 def make_calibration(config: Config) -> Wrapped:

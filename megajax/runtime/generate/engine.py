@@ -17,6 +17,7 @@ from jax import lax
 from megajax.core.config import Config
 from megajax.core.model.attention import Core
 from megajax.core.model.cross_attention import Seen
+from megajax.core.model.dropout import random_key
 from megajax.core.model.rows import Rows
 from megajax.core.model.stack import add_deep
 from megajax.core.model.transformer import LanguageModel
@@ -253,7 +254,7 @@ class Engine:
             logits_BV = head_logits(decoder.norm(x_B1D)[:, 0], decoder.head_Vd, self._layout)
         with jax.named_scope('sample'):
             slot = rows.slot + 1
-            key_B = row_keys(jax.random.key(seed), rows.number_B, slot - rows.first_B)
+            key_B = row_keys(random_key(seed), rows.number_B, slot - rows.first_B)
             token_B = choose(logits_BV, key_B, sampling, self.config.model.vocab_size, self._layout)
             ended_B = rows.left_B == 0
             is_end_B = (token_B[:, None] == end_ids[None]).any(axis=1)

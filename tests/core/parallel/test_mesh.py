@@ -1,6 +1,7 @@
 """The mesh has two Explicit axes, and the devices of a tensor-parallel group are neighbours."""
 
 import os
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import jax
@@ -8,6 +9,7 @@ import pytest
 from jax.sharding import AxisType
 
 import megajax
+from megajax.core.config import ConfigError
 from megajax.core.config.one_dimensional import one_dimensional
 from megajax.core.parallel.mesh import (
     _simulate_cpu_devices,
@@ -227,3 +229,21 @@ def test_the_data_shards_in_a_message_count_those_that_share_experts() -> None:
     with pytest.raises(megajax.ConfigError, match=r'mesh\.data=4096 x mesh\.experts=2 x ') as error:
         make_mesh(2048, 1, expert=2)
     assert '1x8' not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ('setting', 'said'),
+    [
+        (jax.enable_x64(True), 'jax_enable_x64=True is not supported: .*; unset JAX_ENABLE_X64,'),
+        (
+            jax.threefry_partitionable(False),
+            'jax_threefry_partitionable=False is not .*; unset JAX_THREEFRY_PARTITIONABLE,',
+        ),
+    ],
+    ids=['x64', 'partitionable'],
+)
+def test_a_setting_of_jax_that_no_step_supports_is_named(
+    setting: AbstractContextManager[None], said: str
+) -> None:
+    with setting, pytest.raises(ConfigError, match=said):
+        make_mesh()
