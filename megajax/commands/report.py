@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from megajax.base.files.exists import is_file
 from megajax.base.files.outputs import check_outputs
 from megajax.base.render.logs import log_to_terminal
 
@@ -37,4 +38,6 @@ def report(
     os.environ['JAX_PLATFORMS'] = 'cpu'  # no device is needed, and a run may be using them
     from megajax.analysis.report import write_report  # here, because it imports jax
 
-    print(f'report     {write_report(runs, out, gpu=gpu)}')
+    path = write_report(runs, out, gpu=gpu)
+    if is_file(path):  # a pipe gets only the report
+        print(f'report     {path}')

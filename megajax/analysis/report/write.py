@@ -8,6 +8,7 @@ from megajax.analysis.report.page import GENERATOR, page
 from megajax.analysis.report.read import read_runs
 from megajax.analysis.report.run_facts import Facts
 from megajax.base.errors import reason
+from megajax.base.files.exists import is_file
 from megajax.base.files.outputs import check_outputs, with_folder, write_file
 from megajax.core.config import ConfigError
 from megajax.core.hardware.records import hardware
@@ -46,14 +47,16 @@ def write_report(
         Facts(run=run, color=number, gpu=record, max_program=max_program)
         for number, run in enumerate(runs)
     ]
-    write_file(with_folder(out), page(facts).encode())
+    # A link to a file, such as /dev/stdout, stays a link.
+    target = out.resolve() if is_file(out) else with_folder(out)
+    write_file(target, page(facts).encode())
     return out
 
 
 def check_out(out: Path) -> None:
     """Raise ConfigError if a file cannot be written, or exists and is not a report."""
     check_outputs(out)
-    if not out.exists():
+    if not is_file(out):
         return
     with out.open('rb') as file:
         start = file.read(_HEAD)

@@ -70,8 +70,12 @@ def write_output(path: Path, text: str) -> None:
 def write_file(path: Path, content: bytes) -> None:
     """Write a file atomically: it gets its name only when it is on the disk.
 
-    Raises OSError if it cannot be written; a file of this name is then as it was before.
+    A pipe, a terminal or another device is written to. Raises OSError if it cannot be written; a
+    file of this name is then as it was before.
     """
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+        return
     new = path.with_name(f'{path.name}.new')
     try:
         with new.open('wb') as file:

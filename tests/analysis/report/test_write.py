@@ -2,6 +2,8 @@
 
 import logging
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,27 @@ def test_several_runs_have_theirs_in_the_current_folder(
     monkeypatch.chdir(tmp_path)
     assert command(finished_run, copied_run) == (0, 'report     report.html\n')
     assert (tmp_path / 'report.html').is_file()
+
+
+@pytest.mark.skipif(not Path('/proc/self').exists(), reason='there is no /proc')
+@pytest.mark.parametrize('is_pipe', [True, False])
+def test_a_report_on_standard_output_replaces_no_device(
+    is_pipe: bool, finished_run: Path, tmp_path: Path
+) -> None:
+    device, file = tmp_path / 'stdout', tmp_path / 'page.html'
+    device.symlink_to('/proc/self/fd/1')  # as /dev/stdout, which root can replace
+    with file.open('wb') as stdout:
+        done = subprocess.run(
+            [sys.executable, '-m', 'megajax', 'report', finished_run, '--out', device],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE if is_pipe else stdout,
+            timeout=60,
+            check=True,
+        )
+    page = done.stdout if is_pipe else file.read_bytes()
+    assert page.startswith(b'<!doctype html>')
+    assert page.rstrip().endswith(b'</html>')
+    assert device.is_symlink()
 
 
 @pytest.mark.parametrize('content', ['my thesis', '<!doctype html>\n<html><body>by hand</body>'])
