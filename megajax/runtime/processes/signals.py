@@ -6,6 +6,7 @@ They are installed as soon as a process starts.
 import os
 import select
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -33,8 +34,10 @@ def take_stops(
     """Install `handler` and return the previous handlers.
 
     Signals that this process ignores because of `nohup` or `trap ''` stay ignored, except SIGTERM
-    and SIGINT.
+    and SIGINT. Outside the main thread, where Python installs no handlers, there are none.
     """
+    if not _in_main_thread():
+        return {}
     taken = [
         number
         for number in numbers
@@ -55,13 +58,21 @@ def telling(describe: Callable[[], str]) -> Iterator[None]:
     """Print the result of `describe` on standard error whenever SIGUSR2 comes.
 
     Python handles the signal between two operations of the main thread, so if the main thread waits
-    for the devices, the line is printed only after that.
+    for the devices, the line is printed only after that. Outside the main thread, Python installs
+    no handlers, and nothing is printed.
     """
+    if not _in_main_thread():
+        yield
+        return
     before = signal.signal(TELL, lambda *_: _tell(describe()))
     try:
         yield
     finally:
         signal.signal(TELL, before)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def _tell(text: str) -> None:

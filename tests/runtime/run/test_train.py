@@ -4,9 +4,11 @@ in a notebook.
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ from support import ROOT, assert_close, gather, on_mesh, write_run
 import megajax
 from megajax.core.config import ConfigError, StopRequested, load
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
+from megajax.runtime.processes.signals import STOPS, TELL
 
 CONFIG = """
 model: {num_layers: 1, hidden_size: 32, num_heads: 2, vocab_size: 300, max_seq_len: 32}
@@ -62,6 +65,16 @@ def test_a_stop_that_was_asked_for_is_an_exception_with_its_cause(tmp_path: Path
     with pytest.raises(StopRequested, match=r'run\.max_minutes'):
         megajax.train(config.model_copy(update={'run': limits}))
     assert not list((tmp_path / 'run/checkpoints').glob('*'))
+
+
+def test_a_run_outside_the_main_thread_leaves_the_signals_to_its_program(tmp_path: Path) -> None:
+    config = load(write_run(tmp_path, CONFIG) / 'small.yaml')
+    limits = config.run.model_copy(update={'max_minutes': 1e-9, 'dir': str(tmp_path / 'run')})
+    before = [signal.getsignal(number) for number in (*STOPS, TELL)]
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(megajax.train, config.model_copy(update={'run': limits}))
+        assert isinstance(run.exception(), StopRequested)
+    assert [signal.getsignal(number) for number in (*STOPS, TELL)] == before
 
 
 @pytest.mark.slow
