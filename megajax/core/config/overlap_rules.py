@@ -102,6 +102,12 @@ def resolved(config: 'Config', *, on_gpu: bool) -> 'Config':
     return config
 
 
+def resolved_for(config: 'Config', rows: int, length: int, *, on_gpu: bool) -> 'Config':
+    """Return the config with `auto` resolved for a batch of `rows` sequences of `length` tokens."""
+    chosen = resolved(_with(config, batch_size=rows, seq_len=length), on_gpu=on_gpu).train
+    return _with(config, overlap=chosen.overlap, unroll=chosen.unroll)
+
+
 def in_a_loop(config: 'Config', *, on_gpu: bool) -> 'Config':
     """Return the config with the overlap of `resolved`, but as a scan over the layers.
 

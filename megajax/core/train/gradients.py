@@ -10,7 +10,7 @@ from flax import nnx
 from jax import lax
 
 from megajax.core.config import Config
-from megajax.core.config.overlap_rules import resolved
+from megajax.core.config.overlap_rules import resolved_for
 from megajax.core.hardware.targets import GPUS
 from megajax.core.model.overlap.per_layer_arrays import added, holds_totals, with_totals
 from megajax.core.model.shard_copies import add_copies
@@ -19,7 +19,7 @@ from megajax.core.parallel.pipeline_ops import over_shards
 from megajax.core.train import routing, scaling
 from megajax.core.train.feed import Batch
 from megajax.core.train.loss_scale import LossScale, scale_weights, unscale
-from megajax.core.train.microbatches import split, with_weights
+from megajax.core.train.microbatches import check_arrays, split, with_weights
 from megajax.core.train.objective import Objective, Sums
 from megajax.core.train.pipeline import pipelined
 from megajax.core.train.zero import StepWeights, mapped_axes, sum_over_data, zero_gradients
@@ -50,12 +50,7 @@ def make_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.State, Seen]
     step's only reduction over `data`. From ZeRO-2 on (`zero.py`) the backward pass reduces the
     gradients of matrices.
     """
-    config = resolved(config, on_gpu=mesh_target() in GPUS)
-    layout = Layout.of(config)
-    objective = Objective.of(config, layout)
-    of_microbatches = (
-        pipelined(objective, layout) if config.mesh.stages > 1 else _accumulated(objective, layout)
-    )
+    layout, on_gpu = Layout.of(config), mesh_target() in GPUS
 
     def loss_and_gradients(
         params: nnx.State,
@@ -65,14 +60,18 @@ def make_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.State, Seen]
         scales: jax.Array | None = None,
         load: jax.Array | None = None,
     ) -> tuple[Sums, nnx.State, Seen]:
-        batch = scale_weights(loss_scale, with_weights(batch, config, layout))
+        check_arrays(batch, config)
+        chosen = resolved_for(config, *batch['tokens'].shape, on_gpu=on_gpu)
+        objective = Objective.of(chosen, layout)
+        make = pipelined if config.mesh.stages > 1 else _accumulated
+        batch = scale_weights(loss_scale, with_weights(batch, chosen, layout))
         load = routing.init_load(config) if load is None else load
         of_experts = None if load is None else routing.Load.of(load, batch, config.train)
         scales = None if scales is None else scaling.on_stages(scales, layout)
-        given = params, config, layout, scales, of_experts, loss_scale
+        given = params, chosen, layout, scales, of_experts, loss_scale
         weights, primals, narrow = StepWeights.of(*given)
         microbatches = jax.tree.map(lambda x: split(x, config.train.microbatches, layout), batch)
-        sums, gradients = of_microbatches(primals, weights, microbatches, key)
+        sums, gradients = make(objective, layout)(primals, weights, microbatches, key)
         gradients, routed = routing.detached(gradients, layout)
         gradients, counts = scaling.detached(gradients, config.model)
         with jax.named_scope('data_parallel'):

@@ -29,10 +29,8 @@ def with_weights(batch: Batch, config: Config, layout: Layout) -> Batch:
     Without a counted token, all weights are zero. With experts, the batch gets `real`: 0 for the
     padding at the end of sequences, on which no counted token depends, and 1 for all other tokens.
     On context shards the tokens are not in order, so the batch also gets their places. Raises
-    ConfigError for a batch without the arrays of the loss, and if the config would not accept these
-    numbers of rows and tokens.
+    ConfigError if the config would not accept these numbers of rows and tokens.
     """
-    _check_arrays(batch, config)
     _check_shape(batch, config)
     # Weights that add up to one over the global batch make the mean exact, however the mask is
     # distributed over the shards.
@@ -52,7 +50,7 @@ def with_weights(batch: Batch, config: Config, layout: Layout) -> Batch:
     return for_shards({**rest, **added}, config, layout)
 
 
-def _check_arrays(batch: Batch, config: Config) -> None:
+def check_arrays(batch: Batch, config: Config) -> None:
     """Raise ConfigError for a batch from which the loss cannot be computed."""
     needed = dict.fromkeys(('tokens', 'labels', 'loss_mask'), '[rows, tokens]')
     if config.model.is_bert:

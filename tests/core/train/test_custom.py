@@ -26,6 +26,7 @@ from support import (
 
 import megajax
 from megajax.core.config import Config, ConfigError
+from megajax.core.config.overlap_rules import resolved
 from megajax.core.model.transformer import LanguageModel
 from megajax.core.parallel.mesh import check_current_mesh
 from megajax.core.train.evaluation import make_eval_step
@@ -201,6 +202,26 @@ def test_a_batch_that_does_not_fit_the_config_is_rejected(
         jax.eval_shape(
             lambda params: megajax.loss(params, batch, config), abstract_state(config).params
         )
+
+
+@pytest.mark.parametrize('dropout', [0.0, 0.1])
+def test_auto_overlap_on_gpus_is_chosen_for_the_batch_and_rejects_none(
+    dropout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last batch of an epoch may be too small to be split by sequence."""
+    model = {'dropout': dropout, 'attention_dropout': 0.0}
+    config = make_config('gpt', 2, 2, model=model, train={'overlap': 'auto', 'unroll': 'auto'})
+    assert resolved(config, on_gpu=True).train.overlap == 'batch_split'
+    monkeypatch.setattr('megajax.core.train.gradients.mesh_target', lambda: 'h100')
+    batch = {name: np.zeros((6, 16), np.int32) for name in ('tokens', 'labels', 'loss_mask')}
+    with on_mesh(config):
+        params, placed = abstract_state(config).params, megajax.place_batch(batch)
+        jax.eval_shape(lambda params: megajax.loss(params, placed, config), params)
+        by_sequence = config.model_copy(
+            update={'train': config.train.changed(overlap='batch_split')}
+        )
+        with pytest.raises(ConfigError, match=r'batch: 6 rows .* train\.overlap=batch_split'):
+            jax.eval_shape(lambda params: megajax.loss(params, placed, by_sequence), params)
 
 
 def test_a_batch_that_may_be_the_rows_of_one_of_two_processes_is_told(
