@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.stages import Lowered
 
 from megajax.xla.hlo.program import Instruction, Program
+from megajax.xla.hlo.starts import results_of
 from megajax.xla.miscompiles.entry import Miscompile, Repro, replicated
 from megajax.xla.miscompiles.trace import places
 
@@ -20,10 +21,10 @@ def detect(program: Program) -> Iterator[Instruction]:
 
     The text does not show the dim along which the vector should be added.
     """
-    for _, instruction in places(program):
+    for home, instruction in places(program):
         if '"__cublas$' in instruction.attributes and _BIAS.search(instruction.attributes):
-            rows, columns = instruction.results[0].shape[-2:]
-            if rows == columns:
+            sizes = results_of(home, instruction)[0].shape[-2:]
+            if len(sizes) == 2 and len({*sizes}) == 1:
                 yield instruction
 
 

@@ -34,6 +34,7 @@ WRONG = [
     (SCALED_BIAS, texts.product(1.5, 'BIAS')),
     (SCALED_BIAS, texts.product(1.5, 'BIAS_GELU_AUX')),
     (MISPLACED_BIAS, texts.product(1, 'BIAS', rows=8)),
+    (MISPLACED_BIAS, texts.product(1, 'BIAS', rows=16, columns=16, starts=True)),
     (SPLIT_CYCLES, texts.ring('{1,0},{3,2}', '{0,1},{2,3}', 2)),
     (SPLIT_CYCLES, texts.ring('{1,0},{3,2}', '{0,1},{2,3}', 2).replace(*CONVERTED)),
     (DOUBLE_MATMUL, texts.products('layers/dot')),
@@ -56,6 +57,8 @@ RIGHT = [
     texts.permute('').replace('/add_any', '/ppermute'),  # the function's own
     texts.product(1.5, 'DEFAULT', rows=8),
     texts.product(1, 'BIAS'),
+    texts.product(1, 'BIAS', rows=8, columns=16, starts=True),
+    texts.product(1, 'BIAS').replace('(f32[4,8]{1,0}, s8', '(f32[8]{0}, s8'),  # a vector
     texts.ring('{1,0}', '{0,1}', 0),
     texts.ring('{1,0},{3,2}', '{0,1},{2,3},{1,0}', 2),
     texts.products('rematted_computation/layers/dot'),

@@ -29,17 +29,27 @@ ENTRY %main (x: f32[4]) -> f32[4] {{
 """
 
 
-def product(alpha: float, epilogue: str, rows: int = 4) -> str:
-    """A call of cuBLASLt with a bias and a result [rows, 8]."""
+def product(
+    alpha: float, epilogue: str, rows: int = 4, columns: int = 8, *, starts: bool = False
+) -> str:
+    """A call of cuBLASLt with a bias and a result [rows, columns], which may be started first."""
     config = f'{{"gemm_backend_config":{{"alpha_real":{alpha},"beta":0,"epilogue":"{epilogue}"}}}}'
+    operands = f'f32[{rows},8]{{1,0}}, f32[8,{columns}]{{1,0}}, f32[{columns}]{{0}}'
+    result = f'(f32[{rows},{columns}]{{1,0}}, s8[64]{{0}})'
+    call = f'(%x, %w, %b), custom_call_target="__cublas$lt$matmul", backend_config={config}'
+    lines = (
+        f'%start = (({operands}), {result}, s32[]) custom-call-start{call}\n'
+        f'  ROOT %call = {result} custom-call-done(%start)'
+        if starts
+        else f'ROOT %call = {result} custom-call{call}'
+    )
     return f"""HloModule m
 
-ENTRY %main (x: f32[{rows},8], w: f32[8,8], b: f32[8]) -> (f32[{rows},8], s8[64]) {{
+ENTRY %main (x: f32[{rows},8], w: f32[8,{columns}], b: f32[{columns}]) -> {result} {{
   %x = f32[{rows},8]{{1,0}} parameter(0)
-  %w = f32[8,8]{{1,0}} parameter(1)
-  %b = f32[8]{{0}} parameter(2)
-  ROOT %call = (f32[{rows},8]{{1,0}}, s8[64]{{0}}) custom-call(%x, %w, %b), \
-custom_call_target="__cublas$lt$matmul", backend_config={config}
+  %w = f32[8,{columns}]{{1,0}} parameter(1)
+  %b = f32[{columns}]{{0}} parameter(2)
+  {lines}
 }}
 """
 
