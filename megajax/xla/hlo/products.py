@@ -63,7 +63,7 @@ def _product(computation: Computation, instruction: Instruction) -> Product | No
     results = results_of(computation, instruction)
     opcode = opcode_of(instruction)
     if opcode == 'convolution':
-        return _convolution(instruction, *operands, results[0])
+        return _convolution(instruction, operands[0], operands[1], results[0])
     if opcode == 'ragged-dot':
         return _ragged_dot(instruction, *operands[:2])
     if opcode == 'custom-call':
@@ -73,7 +73,7 @@ def _product(computation: Computation, instruction: Instruction) -> Product | No
         if kernel := mosaic.grouped(instruction.attributes):
             return _grouped(kernel, operands[-2:], results[0])
         if target.startswith('__cudnn$conv'):
-            return _of_cudnn(instruction, target, *operands[:2], results[0])
+            return _of_cudnn(instruction, target, operands[0], operands[1], results[0])
     match = _CONTRACTED.search(instruction.attributes)
     if not match:
         return None
