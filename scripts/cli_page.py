@@ -22,8 +22,8 @@ these tables is off or unset.
 
 ## Exit codes
 
-Every command exits with one of these codes. The codes above 2 come from `train` and `launch`,
-4 also from commands that read a checkpoint, and 75 also from `inspect fuzz`.
+Commands exit with these codes, apart from signals (below). The codes above 2 come from `train` and
+`launch`, 4 also from commands that read a checkpoint, and 75 also from `inspect fuzz`.
 
 | code | meaning | what to do |
 |---|---|---|
