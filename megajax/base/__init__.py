@@ -1,1 +1,1 @@
-"""Errors, text for people, and files, which all packages use."""
+"""Errors, messages, and files, which all packages use."""
