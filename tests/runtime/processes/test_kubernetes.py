@@ -203,7 +203,9 @@ def test_what_would_repeat_fails_the_job_and_what_a_restart_mends_does_not(
     }
     # A policy for failed pods is for pods that are not restarted in place.
     assert job['template']['spec']['restartPolicy'] == 'Never'
-    assert job['backoffLimitPerIndex'] > 0
+    # The number counts the failures of each pod, not of the Job.
+    assert job['backoffLimitPerIndex'] == 10
+    assert 'at most ten times per pod' in (ROOT / 'docs/hosts.md').read_text()
     assert job['maxFailedIndexes'] == 0
 
 
