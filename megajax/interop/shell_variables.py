@@ -157,9 +157,10 @@ class Variables:
             if '=' in default and not is_argument:
                 self.values[name] = values
             return values
-        is_argument = not re.match('[A-Za-z_]', name)
-        why = 'an argument of the script' if is_argument else 'the text does not set it'
-        return [self.unknown(text, why if reason is None else reason)]
+        if reason is None:
+            is_variable = re.match('[A-Za-z_]', name)
+            reason = 'the text does not set it' if is_variable else 'an argument of the script'
+        return [self.unknown(text, reason)]
 
     def _argument(self, name: str) -> list[str] | None:
         """Return the values of `$1`, `$@`, `$*` or `$#`; None if the arguments are not known."""

@@ -37,8 +37,7 @@ PASSIVE = frozenset(
     tail tee return exit set trap for case wget curl git pip sbatch
     """.split()  # noqa: SIM905
 )
-# Files for `source` and programs for `eval` that set the variables of an environment, not those of
-# a training.
+# Files for `source` and programs for `eval` that set no variable of a training.
 ENVIRONMENT = re.compile(
     r'(.*/)?(activate|\.?bashrc|\.(bash_)?profile|conda\.sh|setvars\.sh)(\s.*)?|/(etc|usr)/.*'
     r'|.*[$`].*\b(conda|mamba|micromamba|pyenv|ssh-agent|modulecmd)\b.*',
@@ -286,9 +285,9 @@ class _Script(Variables):
         elif program == 'shift' and ARGUMENTS in self.values:
             self.forget(ARGUMENTS, f'`shift` in line {command.line} changes it')
         elif program in ('source', '.', 'eval'):
-            new = ' '.join(expanded[expanded.index(program) + 1 :])
-            is_seen = program == 'eval' and not UNKNOWN.match(new)
-            if not is_seen and not ENVIRONMENT.fullmatch(plain(new)):
+            text = ' '.join(expanded[expanded.index(program) + 1 :])
+            is_seen = program == 'eval' and not UNKNOWN.match(text)
+            if not is_seen and not ENVIRONMENT.fullmatch(plain(text)):
                 self.forget_all(f'`{program}` in line {command.line} may set it')
         if program is None or program in PASSIVE or program in SETTERS:
             return
