@@ -60,17 +60,8 @@ INERT = frozenset(
         ('pathlib', 'PosixPath'),
     }
     | {
-        ('torch', dtype)
-        for dtype in (
-            'float32',
-            'float16',
-            'bfloat16',
-            'float64',
-            'int64',
-            'int32',
-            'uint8',
-            'bool',
-        )
+        ('torch', name)
+        for name in ('float32', 'float16', 'bfloat16', 'float64', 'int64', 'int32', 'uint8', 'bool')
     }
 )
 INERT_PACKAGES = ('megatron.', 'transformer_engine.')  # enumerations and settings
