@@ -283,6 +283,21 @@ def test_rotary_keys_may_lengthen_the_context_and_not_lose_the_scaling_of_the_we
         assert start_with(**{key: json.loads(value)}), line
 
 
+def test_a_command_that_lengthens_the_context_scales_the_scores_for_its_own_factor(
+    tmp_path: Path,
+) -> None:
+    scaling = {'type': 'yarn', 'factor': 4.0, 'original_max_seq_len': 16}
+    old = tiny(model=ROTARY | {'rope_scaling': scaling}, lora={'rank': 4})
+    with Checkpoints(tmp_path / 'source/checkpoints', old) as checkpoints:
+        checkpoints.save(make_state(old, 1), 1)
+    longer = 'model.max_seq_len=128', 'model.rope_scaling.factor=8'
+    command = [f'run.start_from={tmp_path}/source', *longer, 'lora=null']
+    config, _ = config_of_overrides(command)
+    keys = {'max_seq_len': 128, 'rope_scaling': scaling | {'factor': 8.0}}
+    assert config.model == tiny(model=ROTARY | keys).model
+    assert find_start(config, tmp_path / 'new')
+
+
 def test_how_tokens_are_routed_in_training_may_differ_and_the_experts_may_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
