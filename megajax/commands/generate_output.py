@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def print_json(row: 'Continuation', **asked: str) -> None:
     """Print the fields of `asked`, and the generated text, as a line of JSON in UTF-8 or ASCII."""
     line = {**asked, 'text': row.text, 'tokens': len(row.ids), 'end': row.end}
-    # The escapes of stdout for what its encoding lacks, such as \xe9, are not those of JSON.
+    # For what its encoding lacks, stdout writes escapes such as \xe9, which JSON does not have.
     is_utf8 = codecs.lookup(sys.stdout.encoding or 'utf-8').name == 'utf-8'
     print(json.dumps(line, ensure_ascii=not is_utf8), flush=True)
 

@@ -36,12 +36,12 @@ def check_replaced(folder: Path) -> None:
     found = [name for name in REPLACED if exists(folder / name, 'run.dir')]
     if not found or is_file(folder / LOCK) or find_steps(folder / 'checkpoints'):
         return
-    command = typed_override('run.dir', folder / 'run')
+    fix = typed_override('run.dir', folder / 'run')
     if CONFIG in found:
-        command = f'megajax train {typed(folder / CONFIG)} {command}'
+        fix = f'megajax train {typed(folder / CONFIG)} {typed_override("run.dir", folder / "run")}'
     message = (
         f'{folder} has files that no run has written and that this run would replace: '
-        f'{", ".join(found)}; use a new folder, for example {command}'
+        f'{", ".join(found)}; use a new folder, for example {fix}'
     )
     raise mistake('run.dir', message)
 
