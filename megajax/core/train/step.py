@@ -10,8 +10,7 @@ from flax import nnx
 from jax.stages import Wrapped
 
 from megajax.core.config import Config
-from megajax.core.config.overlap_rules import resolved, without_order
-from megajax.core.hardware.targets import GPUS
+from megajax.core.config.overlap_rules import without_order
 from megajax.core.model.dropout import random_key
 from megajax.core.model.parameters import trainable, with_frozen
 from megajax.core.model.transformer import make_model
@@ -27,7 +26,6 @@ from megajax.core.train.optimizer import make_optimizer, make_schedule
 from megajax.core.train.own_optimizer import own_update
 from megajax.core.train.scaling import are_finite, init_recent, nothing_seen, remember, scales_of
 from megajax.core.train.zero import between_steps
-from megajax.xla.miscompiles import mesh_target
 
 Metrics = dict[str, jax.Array]
 DROPOUT = 0x6472706F  # differs from every index that a key is split by
@@ -122,7 +120,6 @@ def make_train_step(
     Raises ConfigError as `step_options` does. Tracing the step raises one for a batch without these
     arrays, or with a number of rows or tokens that the config would not accept.
     """
-    config = resolved(config, on_gpu=mesh_target() in GPUS)
     update = make_optimizer(config).update if optimizer is None else own_update(optimizer, config)
     schedule = make_schedule(config.optim, config.train.steps)
     gradients = make_gradients(config)
