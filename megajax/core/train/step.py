@@ -60,6 +60,9 @@ def init_state(
     """Return the state before the first step, created in its sharding on the current mesh.
 
     The parameters are random unless `params` are given, which must be in their stored sharding.
+    The state contains `params` themselves, which the first training step donates. To use them
+    afterwards, pass a copy: `jax.tree.map(jnp.copy, params)`.
+
     Pass the same `optimizer` as to `make_train_step`. Under `jax.eval_shape`, the result has the
     shapes and shardings of the state. Raises ConfigError if the current mesh is not the config's.
     """
