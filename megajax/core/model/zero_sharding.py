@@ -42,9 +42,14 @@ def gather(x: jax.Array, dims: str, layout: Layout) -> jax.Array:
     return x
 
 
+def dtype_of_sum(dtype: DTypeLike, shards: int) -> DTypeLike:
+    """Return the dtype in which to sum a gradient over shards; a single one is not rounded."""
+    return dtype if shards > 1 else jnp.float32
+
+
 def reduce(gradient: jax.Array, dims: str, layout: Layout, dtype: DTypeLike) -> jax.Array:
     """Reduce-scatter a matrix's gradients [data shard, *dims], in `dtype`, to its stored shards."""
-    padded = pad(gradient.astype(dtype), '-' + dims, layout)
+    padded = pad(gradient.astype(dtype_of_sum(dtype, len(gradient))), '-' + dims, layout)
     total = lax.reduce_sum(padded, (0,), out_sharding=layout(dims, at_rest=True))
     return total.astype(jnp.float32)  # reduce-scatter over data
 
@@ -69,6 +74,7 @@ def sum_of_own_experts(
     if at_rest and any(layout.padding(dims)):
         gradient = pad(gradient, '-' * (lead + 1) + dims, layout)
     parts, rest = layout.sizes_of(apart), gradient.shape[lead + 1 :]
+    dtype = dtype_of_sum(dtype, gradient.shape[lead] // layout.num_shards('X'))
     spec = layout.stacked(dims.replace('X', 'x'), [*replicas, *apart])
     gradient = gradient.astype(dtype).reshape(
         *gradient.shape[:lead], *parts, *rest, out_sharding=spec

@@ -14,6 +14,7 @@ the head are matrices. With `mesh.replicas` (HSDP) all of this happens inside ea
 shards, and one all-reduce of the shards' gradients crosses the groups once a step.
 """
 
+import math
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -230,6 +231,7 @@ def _sum_over_images(
     if not declared.is_matrix:
         every = *layout.mapped, layout.mesh_axes(declared.summed)
         return zero_sharding.sum_of_vector(gradient, dims, every, layout)
+    dtype = zero_sharding.dtype_of_sum(dtype, math.prod(gradient.shape[: shards + 1]))
     padded = zero_sharding.pad(gradient.astype(dtype), '-' * (shards + 1) + dims, layout)
     # The sum over images comes first, so that the sums over `data` are of a part of the matrix
     # only.

@@ -6,6 +6,7 @@ Errors are relative to the largest element, see `support.relative_error`.
 import functools
 import itertools
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from flax import nnx
 from steps import Setting, batch_of, evaluate, loss_and_gradients, train
 from support import (
     AS_SHIPPED,
+    abstract_state,
     assert_close,
     exhaustive,
     gather,
@@ -27,6 +29,7 @@ from support import (
     slow,
 )
 
+import megajax
 from megajax.analysis.inspect.audit import audit
 from megajax.analysis.inspect.compile import CompiledStep, compile_for
 from megajax.core.counts.declaration import Parameter
@@ -34,6 +37,8 @@ from megajax.core.model.parameters import map_parameters
 from megajax.core.parallel.layout import Layout
 from megajax.core.parallel.mesh import concrete
 from megajax.core.parallel.placements import parameter_name
+from megajax.core.train.feed import abstract_batch
+from megajax.core.train.gradients import make_gradients
 from megajax.core.train.loss_scale import HYSTERESIS, LossScale
 from megajax.core.train.step import init_state, make_train_step
 from megajax.core.train.zero import gather_once
@@ -155,6 +160,30 @@ def test_gradients_summed_in_bf16_are_near_those_in_fp32_and_not_the_same(settin
     errors = {name: relative_error(gradients[name], x) for name, x in expected.items()}
     assert errors['layers.mlp.up.weight'] > 1e-4
     assert errors['norm.weight'] < 1e-6  # vectors are summed in fp32
+
+
+EXPERT = 'model.experts={count: 2, active: 1, ffn_size: 48}'
+
+
+@pytest.mark.parametrize(
+    ('preset', 'keys', 'dim'),
+    [
+        ('tiny', ['mesh.model=2'], ''),
+        ('tiny', ['mesh.model=2', 'optim.shard=weights'], ''),
+        ('tiny_vlm', ['mesh.model=1'], ''),
+        # Each data shard has an expert of its own; all other matrices are summed over both.
+        ('tiny', ['mesh.model=1', 'mesh.data=2', 'mesh.experts=2', EXPERT], '48'),
+    ],
+)
+def test_a_gradient_that_one_data_shard_has_is_not_rounded_to_reduce_dtype(
+    preset: str, keys: list[str], dim: str
+) -> None:
+    fp32 = 'train.dtype=float32', 'optim.reduce_dtype=bfloat16'
+    config = megajax.load(preset, ['mesh.data=1', *fp32, *keys])
+    with on_mesh(config):
+        given = abstract_state(config).params, abstract_batch(config), jax.random.key(0)
+        program = str(jax.make_jaxpr(make_gradients(config))(*given))
+    assert not re.findall(rf'bf16\[[^\]]*\b{dim}[^\]]*\]', program)
 
 
 @pytest.mark.parametrize(
