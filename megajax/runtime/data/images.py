@@ -5,11 +5,12 @@ file.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
+from PIL.TiffImagePlugin import TiffImageFile
 
 from megajax.base.errors import ConfigError, mistake, reason
 
@@ -21,6 +22,9 @@ FORMATS = ('PNG', 'JPEG', 'WEBP', 'GIF', 'BMP', 'TIFF', 'AVIF', 'JPEG2000', 'PPM
 MAX_NAME_CHARACTERS = 100
 
 _ORIENTATION = 0x0112  # EXIF tag
+# TIFF's tag NewSubfileType, and its bits for a smaller copy of another page and for a mask
+_KIND, _NO_PAGE = 0x00FE, 0b101
+_MOST_COPIES = 100  # number of copies and masks after which no further page is looked for
 _UPRIGHT = {  # operation that makes the image upright, by the value of the tag
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -60,8 +64,9 @@ def read_image(path: str | Path, *, place: str = '', max_pixels: int = MAX_PIXEL
     """Return an image as people see it: RGB, uint8 [H, W, 3].
 
     It is rotated by its EXIF orientation; transparent parts are white; 16 bits become 8; an
-    animation becomes its first frame. Raises ConfigError if the file is not an image, is truncated
-    or has more than `max_pixels` pixels; the header gives the size before anything is decoded.
+    animation becomes its first frame. Raises ConfigError if the file is not an image, is truncated,
+    has several pages or more than `max_pixels` pixels; the header gives the size before anything is
+    decoded.
     """
     with _open(path, place, max_pixels) as image:
         # read before decoding, as in `read_size`; pillow rotates TIFF itself
@@ -90,6 +95,8 @@ def _open(path: str | Path, place: str, max_pixels: int) -> Iterator[Image.Image
                     'make it smaller'
                 )
                 raise _problem(name, message, place)
+            if _has_pages(image):
+                raise _problem(name, 'has several pages; write each to a file of its own', place)
             yield image
     except ConfigError:
         raise
@@ -102,6 +109,19 @@ def _open(path: str | Path, place: str, max_pixels: int) -> Iterator[Image.Image
     except Exception as error:  # decoders raise almost anything for a broken file
         message = f'cannot be read ({reason(error)}); replace or convert it'
         raise _problem(name, message, place) from error
+
+
+def _has_pages(image: Image.Image) -> bool:
+    """Whether an image is a TIFF with several pages, other than smaller copies and masks."""
+    if not isinstance(image, TiffImageFile):
+        return False
+    with suppress(EOFError):
+        for number in range(1, _MOST_COPIES):
+            image.seek(number)
+            if not image.tag_v2.get(_KIND, 0) & _NO_PAGE:
+                return True
+    image.seek(0)
+    return False
 
 
 def _orientation(image: Image.Image) -> int:

@@ -53,6 +53,24 @@ def test_formats_give_the_same_picture(tmp_path: Path, name: str) -> None:
     assert_halves(read_image(save(tmp_path, halves(), name, **options)), tolerance=15)
 
 
+def test_pages_of_a_tiff_are_not_left_out(tmp_path: Path) -> None:
+    path = save(tmp_path, halves(), 'a.tif', save_all=True, append_images=[halves()] * 2)
+    assert 'has several pages; write each to a file of its own' in refusal(path)
+    with pytest.raises(ConfigError, match='has several pages'):
+        read_size(path)
+
+
+@pytest.mark.parametrize('kind', [1, 4])
+def test_a_smaller_copy_or_mask_in_a_tiff_is_no_page(tmp_path: Path, kind: int) -> None:
+    copy = halves().resize((6, 4))
+    copy.encoderinfo = {'tiffinfo': {254: kind}}
+    path = save(tmp_path, halves(), 'a.tif', save_all=True, append_images=[copy])
+    with Image.open(path) as image:
+        assert image.n_frames == 2
+    assert read_size(path) == (20, 30)
+    assert_halves(read_image(path))
+
+
 @pytest.mark.parametrize('mode', ['P', 'RGBA', 'CMYK', 'YCbCr'])
 def test_modes_become_rgb(tmp_path: Path, mode: str) -> None:
     name = 'a.jpg' if mode in ('CMYK', 'YCbCr') else 'a.png'
