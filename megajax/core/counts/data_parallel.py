@@ -3,7 +3,7 @@
 Megatron-Core has the same stages (`data_parallel_sharding_strategy` of its FSDP): `optim` is
 ZeRO-1, `optim_grads` ZeRO-2, `optim_grads_params` ZeRO-3. Its HSDP adds one all-reduce between the
 groups. Weights are gathered in the compute dtype. Gradients of matrices are summed in
-`optim.reduce_dtype`. Vectors and tables of positions, token types and routers are replicated, and
+`optim.reduce_dtype`. Vectors, positions, token types, routers and adapters are replicated, and
 their gradients are summed in fp32. Context shards have the same weights and different tokens, so
 all of this runs over `data` and `context` together, as in Megatron
 (`parallel_state.get_data_parallel_group(with_context_parallel=True)`).

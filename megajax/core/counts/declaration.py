@@ -21,7 +21,8 @@ class Role(enum.Enum):
     """The role of a parameter: it decides the dtype in a step, weight decay, and ZeRO sharding."""
 
     MATRIX = 'matrix'  # a matmul weight: used in train.dtype, decayed, sharded by ZeRO
-    TABLE = 'table'  # looked up in fp32; decayed, not sharded by ZeRO
+    # positions, token types, routers, small networks: in fp32, decayed, not sharded by ZeRO
+    TABLE = 'table'
     ADAPTER = 'adapter'  # cast when it is multiplied; decayed, not sharded by ZeRO
     # norms, biases, attention sinks, gates: in fp32, not decayed, not sharded by ZeRO
     VECTOR = 'vector'

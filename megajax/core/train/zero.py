@@ -9,9 +9,9 @@ Between steps each data shard stores its part of every matrix, in fp32, and of A
 - `weights` (ZeRO-3, FSDP): the matrices of a layer are also gathered only where it uses them,
   forward and again backward.
 
-Vectors, learned positions, token types and routers are small and stay replicated; the embedding and
-the head are matrices. With `mesh.replicas` (HSDP) all of this happens inside each group of data
-shards, and one all-reduce of the shards' gradients crosses the groups once a step.
+Vectors, learned positions, token types, routers and adapters are small and stay replicated; the
+embedding and the head are matrices. With `mesh.replicas` (HSDP) all of this happens inside each
+group of data shards, and one all-reduce of the shards' gradients crosses the groups once a step.
 """
 
 import math
