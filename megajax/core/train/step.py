@@ -138,14 +138,8 @@ def make_train_step(
             if places is not None:
                 grad_norm = jnp.where(are_finite(places), grad_norm, jnp.nan)
             overflow = overflows(state.loss_scale, loss, grad_norm)
-            verdict, guard = judge(
-                state.guard,
-                loss,
-                nll,
-                grad_norm,
-                overflow=overflow,
-                spikes=config.train.spike != 'off',
-            )
+            seen, spikes = (state.guard, loss, nll, grad_norm), config.train.spike != 'off'
+            verdict, guard = judge(*seen, overflow=overflow, spikes=spikes)
             params, opt_state = _updated(update, grads, state, taken=verdict.taken)
         metrics = {
             'loss': loss,
