@@ -13,7 +13,7 @@ from jax import P, lax
 
 from megajax.core.parallel.layout import STAGE, STAGES, Layout
 
-BOTH, OF_STAGE, OF_SHARD, SAME = 'both', 'stage', 'shard', 'same'
+BOTH, OF_STAGE, SAME = 'both', 'stage', 'same'
 
 
 def over_shards(
@@ -32,11 +32,10 @@ def over_shards(
 def over_stages(function: Callable[..., Any], layout: Layout, *kinds: Any) -> Any:
     """Map a function over stages and data shards.
 
-    The kind of an argument says which dims it has: BOTH, only the dim OF_STAGE, only the dims
-    OF_SHARD, or none, so that it is the SAME for all. An argument that is a tuple has a kind for
-    each element.
+    The kind of an argument says which dims it has: BOTH, only the dim OF_STAGE, or none, so that it
+    is the SAME for all. An argument that is a tuple has a kind for each element.
     """
-    shards = jax.tree.map(lambda kind: 0 if kind in (BOTH, OF_SHARD) else None, kinds)
+    shards = jax.tree.map(lambda kind: 0 if kind == BOTH else None, kinds)
     stages = jax.tree.map(lambda kind: 0 if kind in (BOTH, OF_STAGE) else None, kinds)
     mapped = over_shards(function, layout, shards)
     return jax.vmap(mapped, in_axes=stages)
