@@ -140,7 +140,7 @@ def _sum_over_tokens(
 
     def add_chunk(sums: Sums, chunk: Chunk) -> tuple[Sums, None]:
         x, label, weight = chunk
-        return _add(sums, of_chunk(x, head, label, weight)), None
+        return jax.tree.map(jnp.add, sums, of_chunk(x, head, label, weight)), None
 
     chunks = _chunks(x_BTD, head, label_BS, weight_BS, loss.layout)
     sums, _ = lax.scan(add_chunk, _zero_sums(loss.layout), chunks)
@@ -159,7 +159,7 @@ def _forward(
     ) -> tuple[tuple[Sums, list[Head]], jax.Array]:
         (sums, dhead), (x, label, weight) = carry, chunk
         new_sums, (dx, *new_dhead) = chunk_with_gradient(x, head, label, weight)
-        return (_add(sums, new_sums), jax.tree.map(jnp.add, dhead, new_dhead)), dx
+        return jax.tree.map(jnp.add, (sums, dhead), (new_sums, new_dhead)), dx
 
     chunks = _chunks(x_BTD, head, label_BS, weight_BS, loss.layout)
     learned = [] if loss.is_head_frozen else [head]
@@ -255,7 +255,3 @@ def _join(chunks: jax.Array, x_BTD: jax.Array, layout: Layout) -> jax.Array:
 def _zero_sums(layout: Layout) -> Sums:
     zero = jnp.zeros((), out_sharding=layout(''))
     return zero, zero
-
-
-def _add(a: Sums, b: Sums) -> Sums:
-    return a[0] + b[0], a[1] + b[1]

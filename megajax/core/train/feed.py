@@ -87,11 +87,9 @@ def local_rows(batch_size: int) -> slice:
 
     It is the smallest range that contains them all, and may contain sequences of other processes.
     """
-    mesh = jax.sharding.get_mesh()
-    sharding = NamedSharding(mesh, batch_layout(mesh.axis_names)('B'))
     rows = [
         index[0].indices(batch_size)
-        for index in sharding.addressable_devices_indices_map((batch_size,)).values()
+        for index in _sharding('B').addressable_devices_indices_map((batch_size,)).values()
         if index
     ]
     return slice(min(start for start, _, _ in rows), max(stop for _, stop, _ in rows))

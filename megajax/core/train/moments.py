@@ -15,15 +15,14 @@ import optax
 from flax import nnx
 from jax import lax
 
-from megajax.core.parallel.layout import Layout
+from megajax.core.parallel.layout import UNSHARDED, Layout
 from megajax.core.parallel.shard_digests import mix
 
-ONE_DEVICE = Layout()  # a layout that stores the layers in the order of the model
 ODD = 0x9E3779B9  # 2**32 over the golden ratio: multiples of it are far from one another
 
 
 def with_moments_in_bf16(
-    adam: optax.GradientTransformation, layout: Layout = ONE_DEVICE
+    adam: optax.GradientTransformation, layout: Layout = UNSHARDED
 ) -> optax.GradientTransformation:
     """Store the moments of `optax.scale_by_adam` in bf16; `layout` is the parameters' layout."""
 
@@ -37,14 +36,14 @@ def with_moments_in_bf16(
 
         def round_moment(x: jax.Array, index: jax.Array, is_stacked: bool) -> jax.Array:
             seed = mix(step * jnp.uint32(ODD) + index)
-            return round_to_bf16(x, seed, layout if is_stacked else ONE_DEVICE)
+            return round_to_bf16(x, seed, layout if is_stacked else UNSHARDED)
 
         return updates, _map_moments(round_moment, state)
 
     return optax.GradientTransformation(init, update)
 
 
-def round_to_bf16(x: jax.Array, seed: jax.Array, layout: Layout = ONE_DEVICE) -> jax.Array:
+def round_to_bf16(x: jax.Array, seed: jax.Array, layout: Layout = UNSHARDED) -> jax.Array:
     """Round fp32 x up with a probability equal to the fraction that rounding down would lose.
 
     The random bits are a hash of the seed and an element's index in the array, so they are the same
