@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from megajax.base.files.outputs import write_file
-from megajax.core.config import Config, ConfigError, LoraConfig, dump
+from megajax.core.config import Config, ConfigError, LoraConfig
 from megajax.core.config.overrides import typed_override
 from megajax.core.parallel.mesh import mesh_for
 from megajax.interop.folder import tokenizer_of
@@ -21,6 +21,7 @@ from megajax.runtime.checkpoint.hf_files import TEMPLATE, Companions
 from megajax.runtime.checkpoint.record import read_record
 from megajax.runtime.data.masked import SPECIAL
 from megajax.runtime.data.text.tokenizer import Tokenizer, make_tokenizer
+from megajax.runtime.run.inputs import write_inputs
 from megajax.runtime.run.lock import run_lock
 
 ADAPTER = '.adapter.'  # follows the linear layer's name in the names of an adapter's matrices
@@ -71,24 +72,30 @@ def start_run(
 
     `load` is called on the mesh of `prepared`. `origin` goes into the checkpoint's record, with the
     `place` of the next sample in Megatron-LM's order; `companions` are stored next to the record.
-    Nothing in `out` looks like a checkpoint until it is complete.
+    Nothing in `out` looks like a checkpoint until it is complete. Raises ConfigError if a file of
+    the run cannot be written.
     """
     tokenizer, mesh = prepared
     with jax.set_mesh(mesh):
         params = load(config)
     with run_lock(out), jax.set_mesh(mesh):
-        if jax.process_index() == 0:
-            write_file(out / 'config.yaml', dump(config).encode())
-            if tokenizer:
-                tokenizer.save(out / 'tokenizer.json')
-            companions.write(out)
-            if companions.chat_template is not None:
-                write_file(out / TEMPLATE, companions.chat_template.encode())
+        write_inputs(out, config, tokenizer, companions)
+        if jax.process_index() == 0 and companions.chat_template is not None:
+            _write_template(out / TEMPLATE, companions.chat_template)
         with Checkpoints(
             out / 'checkpoints', config, tokenizer=tokenizer, data=origin
         ) as checkpoints:
             checkpoints.companions = companions
             checkpoints.save({'params': params}, 0, **(place or {}))
+
+
+def _write_template(path: Path, text: str) -> None:
+    try:
+        write_file(path, text.encode())
+    except OSError as error:
+        raise ConfigError(
+            f'{path} cannot be written: {error.strerror}; free some space, or choose another path'
+        ) from error
 
 
 def parts(checkpoint: Path, ranks: Sequence[Pieces]) -> Iterator[tuple[int, str, np.ndarray]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from interop.stored import DATA
-from support import on_mesh, random_params, write_run
+from support import disk_full_at, on_mesh, random_params, write_run
 
 from megajax.core.config import Config, ConfigError
 from megajax.interop.huggingface.directories import export_huggingface, import_huggingface
@@ -232,6 +232,17 @@ def test_a_processor_gets_the_template_of_an_export(tmp_path: Path) -> None:
         companions.write(out)
         read = transformers.ProcessorMixin.get_processor_dict(out / FOLDER)[0]
         assert read['chat_template'] == expected == companions.chat_template
+
+
+@pytest.mark.parametrize('has_tokenizer', [True, False])
+def test_an_import_to_a_full_disk_says_so(has_tokenizer: bool, tmp_path: Path) -> None:
+    model = write_model(tmp_path / 'in')
+    if not has_tokenizer:
+        (model / 'tokenizer.json').unlink()
+    message = r'cannot be written.*: File too large.*; free some space'
+    with disk_full_at(10), pytest.raises(ConfigError, match=message):
+        import_huggingface(model, tmp_path / 'run')
+    assert not (tmp_path / 'run' / 'checkpoints').exists()
 
 
 def test_an_import_writes_its_chat_template_as_a_file_to_train_with(tmp_path: Path) -> None:
