@@ -47,10 +47,19 @@ def dtype_of_sum(dtype: DTypeLike, shards: int) -> DTypeLike:
     return dtype if shards > 1 else jnp.float32
 
 
-def reduce(gradient: jax.Array, dims: str, layout: Layout, dtype: DTypeLike) -> jax.Array:
-    """Reduce-scatter a matrix's gradients [data shard, *dims], in `dtype`, to its stored shards."""
-    padded = pad(gradient.astype(dtype_of_sum(dtype, len(gradient))), '-' + dims, layout)
-    total = lax.reduce_sum(padded, (0,), out_sharding=layout(dims, at_rest=True))
+def reduce(
+    gradient: jax.Array,
+    dims: str,
+    layout: Layout,
+    dtype: DTypeLike,
+    replicas: Sequence[Axes] = (),
+) -> jax.Array:
+    """Reduce-scatter a matrix's gradients [*replicas, data shard, *dims], in `dtype`, over data."""
+    lead = len(replicas)
+    dtype = dtype_of_sum(dtype, gradient.shape[lead])
+    padded = pad(gradient.astype(dtype), '-' * (lead + 1) + dims, layout)
+    spec = layout.stacked(dims, replicas, at_rest=True)
+    total = lax.reduce_sum(padded, (lead,), out_sharding=spec)
     return total.astype(jnp.float32)  # reduce-scatter over data
 
 

@@ -15,7 +15,6 @@ group of data shards, and one all-reduce of the shards' gradients crosses the gr
 """
 
 import math
-from functools import partial
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -210,7 +209,7 @@ def sum_over_data(gradients: Any, computation: Computation, layout: Layout) -> A
         if not declared.is_matrix:
             return zero_sharding.sum_of_vector(gradient, dims, shards_of(declared, layout), layout)
         if not is_done:
-            gradient = _sum_within_replicas(gradient, dims, layout, dtype)
+            gradient = zero_sharding.reduce(gradient, dims, layout, dtype, layout.mapped[:-1])
         return _sum_over_replicas(gradient, dims, layout, dtype)
 
     return map_parameters(add, gradients)
@@ -241,16 +240,6 @@ def _sum_over_images(
     spec = layout.stacked(dims, layout.mapped[:-1], at_rest=True)
     of_replicas = lax.reduce_sum(of_data, (shards - 1,), out_sharding=spec)
     return _sum_over_replicas(of_replicas, dims, layout, dtype).astype(jnp.float32)
-
-
-def _sum_within_replicas(
-    gradient: jax.Array, dims: str, layout: Layout, dtype: DTypeLike
-) -> jax.Array:
-    """Sum gradients [..., data shard, *dims] over the data shards of each replica."""
-    reduce = partial(zero_sharding.reduce, dims=dims, layout=layout, dtype=dtype)
-    for _ in layout.mapped[:-1]:
-        reduce = jax.vmap(reduce)
-    return reduce(gradient)
 
 
 def _sum_over_replicas(
