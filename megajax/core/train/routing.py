@@ -75,15 +75,11 @@ def attached(
 
 def detached(gradients: Any, layout: Layout) -> tuple[Any, jax.Array | None]:
     """Return the gradients and, separately, the sums [layer, statistic, expert] of all tokens."""
-
-    def is_load(_: Any, x: nnx.Variable[jax.Array]) -> bool:
-        return x.declared is router.LOAD
-
-    found = jax.tree.leaves(nnx.filter_state(gradients, is_load))
+    found, rest = nnx.split_state(gradients, lambda _, x: x.declared is router.LOAD, ...)
     if not found:
         return gradients, None
-    rest = nnx.filter_state(gradients, lambda path, x: not is_load(path, x))
-    sums = sum_of_vector(found[0], 'L--', layout.mapped, layout)  # all-reduce over data
+    (load,) = jax.tree.leaves(found)
+    sums = sum_of_vector(load, 'L--', layout.mapped, layout)  # all-reduce over data
     sums = jax.reshard(sums, UNSHARDED('---'))  # with pipeline stages: all-gather over stage
     return rest, sums[np.argsort(np.array(layout.layer_order(len(sums))))]
 

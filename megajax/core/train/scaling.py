@@ -155,14 +155,8 @@ def detached(
     params: nnx.State, model: ModelConfig
 ) -> tuple[nnx.State, list[nnx.Variable[jax.Array]]]:
     """Return parameters and, separately, the scales or counts of each linear layer, if any."""
-
-    def is_scales(_: Any, x: nnx.Variable[jax.Array]) -> bool:
-        return x.declared.role is Role.SCALES
-
-    if not nnx.filter_state(params, is_scales):
-        return params, []
-    rest = nnx.filter_state(params, lambda path, x: not is_scales(path, x))
-    return rest, _of_linears(params, 'scales', model)
+    found, rest = nnx.split_state(params, lambda _, x: x.declared.role is Role.SCALES, ...)
+    return (rest, _of_linears(found, 'scales', model)) if found else (params, [])
 
 
 def largest(
