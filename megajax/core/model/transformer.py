@@ -278,20 +278,18 @@ def make_model(config: ModelConfig, layout: Layout, *, key: jax.Array) -> Langua
     return kind(config, layout, key=key)
 
 
-def model_graph(
-    config: ModelConfig, layout: Layout, *, in_fp8: bool = False, is_routed: bool = False
-) -> nnx.GraphDef[LanguageModel]:
-    """Return the model without its parameters, for `nnx.merge`.
-
-    With `in_fp8`, its layers also have scales; with `is_routed`, its routers have their load.
-    """
-    return nnx.graphdef(abstract_model(config, layout, in_fp8=in_fp8, is_routed=is_routed))
+def model_graph(config: ModelConfig, layout: Layout) -> nnx.GraphDef[LanguageModel]:
+    """Return the model without its parameters, for `nnx.merge`."""
+    return nnx.graphdef(abstract_model(config, layout))
 
 
 def abstract_model(
-    config: ModelConfig, layout: Layout, *, in_fp8: bool, is_routed: bool
+    config: ModelConfig, layout: Layout, *, in_fp8: bool = False, is_routed: bool = False
 ) -> LanguageModel:
-    """Return the model with only the shapes of its parameters; see `model_graph`."""
+    """Return the model with only the shapes of its parameters.
+
+    With `in_fp8`, its layers also have scales; with `is_routed`, its routers have their load.
+    """
 
     def make() -> LanguageModel:
         model = make_model(config, layout, key=jax.random.key(0))

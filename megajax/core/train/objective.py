@@ -13,7 +13,7 @@ from megajax.core.model.computation import Computation
 from megajax.core.model.fp32_gradients import pair
 from megajax.core.model.loss import Loss
 from megajax.core.model.parameters import map_parameters, with_frozen
-from megajax.core.model.transformer import Bert, LanguageModel, abstract_model, model_graph
+from megajax.core.model.transformer import Bert, LanguageModel, abstract_model
 from megajax.core.parallel.layout import Layout
 from megajax.core.train.feed import Batch
 from megajax.core.train.microbatches import images_of, rows_of
@@ -129,15 +129,15 @@ class Objective:
         computation = self.computation._replace(recompute='none')
         return dataclasses.replace(self, computation=computation)
 
-    @property
-    def _of_step(self) -> dict[str, bool]:
-        return {'in_fp8': self.in_fp8, 'is_routed': self.is_routed}
+    @cached_property
+    def _abstract(self) -> LanguageModel:
+        of_step = {'in_fp8': self.in_fp8, 'is_routed': self.is_routed}
+        return abstract_model(self.config.model, self.layout, **of_step)
 
     @cached_property
     def abstract_layers(self) -> Any:
         """The layers without arrays, for a model whose layers are not used."""
-        model = abstract_model(self.config.model, self.layout, **self._of_step)
-        return nnx.state(model).raw_mapping['layers']
+        return nnx.state(self._abstract).raw_mapping['layers']
 
     @cached_property
     def _loss(self) -> Loss:
@@ -145,7 +145,7 @@ class Objective:
 
     @cached_property
     def _graph(self) -> nnx.GraphDef[LanguageModel]:
-        return model_graph(self.config.model, self.layout, **self._of_step)
+        return nnx.graphdef(self._abstract)
 
     def model(
         self, params: nnx.State, weights: nnx.State | None
