@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megajax.interop.megatron.torch_files import Stored, TorchFile
+from megajax.interop.megatron.torch_writer import Stored, TorchFile
 
 METADATA = 'torch.distributed.checkpoint.metadata'
 ITERATION = 'iter_0000005'

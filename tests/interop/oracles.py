@@ -16,7 +16,7 @@ from megajax.core.model.computation import Computation
 from megajax.core.train.feed import Batch, place_batch
 from megajax.core.train.step import init_state, make_train_step
 from megajax.interop.megatron.rank_files import FILE
-from megajax.interop.megatron.torch_files import Stored, torch_files
+from megajax.interop.megatron.torch_writer import Stored, torch_files
 from megajax.interop.megatron.weights import to_megatron
 from megajax.runtime.checkpoint.open import open_model
 

@@ -25,7 +25,8 @@ from megajax.core.config import ConfigError
 from megajax.interop.megatron.export import export_megatron
 from megajax.interop.megatron.rank_files import FILE
 from megajax.interop.megatron.ranks import import_megatron
-from megajax.interop.megatron.torch_files import Stored, load_torch, torch_files
+from megajax.interop.megatron.torch_files import load_torch
+from megajax.interop.megatron.torch_writer import Stored, torch_files
 from megajax.runtime.checkpoint.open import open_model
 
 LAYERS = 4

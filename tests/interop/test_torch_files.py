@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megajax.interop.megatron.torch_files import Stored, _rebuild_tensor, torch_files
+from megajax.interop.megatron.torch_files import _rebuild_tensor
+from megajax.interop.megatron.torch_writer import Stored, torch_files
 
 STORAGE = np.arange(12)
 

@@ -18,7 +18,7 @@ from megajax.interop.megatron.rank_files import (
     chunk_names,
     rank_name,
 )
-from megajax.interop.megatron.torch_files import Stored, torch_files
+from megajax.interop.megatron.torch_writer import Stored, torch_files
 from megajax.runtime.checkpoint.digests import sound_checkpoint
 from megajax.runtime.checkpoint.record import RECORD, read_record
 
