@@ -28,7 +28,12 @@ from megajax.core.config.overrides import (
     typed_override,
     unknown,
 )
-from megajax.core.config.recorded import with_new_defaults, without_old_corpus, without_start
+from megajax.core.config.recorded import (
+    is_written_by_run,
+    with_new_defaults,
+    without_old_corpus,
+    without_start,
+)
 from megajax.core.config.renamed import RENAMED, current
 from megajax.core.config.rules import incompatibilities
 from megajax.core.config.schema import SECTIONS, Checked, Config
@@ -63,17 +68,17 @@ def load(
 
     If two overrides set the same key, the last one wins. Without `own`, the config may be one that
     only other software runs. Keys that are still to be `chosen` may conflict. If a run has recorded
-    the file (`is_recorded`, or config.yaml next to checkpoints), keys in it that have no effect are
-    left out, and recorded defaults follow from their formulas. Raises ConfigError with every
-    mistake in the file and the overrides and every conflict between keys, each with its line or
-    override.
+    the file (`is_recorded`, or a config.yaml in a folder that a run has written to), keys in it
+    that have no effect are left out, and recorded defaults follow from their formulas. Raises
+    ConfigError with every mistake in the file and the overrides and every conflict between keys,
+    each with its line or override.
     """
     file = _find(source)
     problems: list[Problem] = []
     written = _read_file(file, problems)
     overridden = read_overrides(overrides, problems, written or {})
     checked = Checked(own=own, chosen=tuple(chosen))
-    is_recorded |= file.name == CONFIG and (file.parent / 'checkpoints').is_dir()
+    is_recorded |= file.name == CONFIG and is_written_by_run(file.parent)
     if written is not None and is_recorded:
         written = without_old_corpus(without_start(written, file.parent), overridden)
         written, overridden = with_new_defaults(written, overridden)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.base.errors import Problem
+from megajax.base.files.exists import is_file
 from megajax.core.config import values
 from megajax.core.config.keys import formula_keys
 from megajax.core.config.overrides import Setting
@@ -15,6 +16,16 @@ from megajax.core.config.validate import validate
 Settings = dict[str, Setting]
 # Keys of `run` that belong to one start; the config in a run's folder does not keep them.
 OF_START = 'dir', 'resume', 'allow_changed_data'
+LOCK = 'lock'  # file name in the folder of a run
+
+
+def is_written_by_run(folder: Path) -> bool:
+    """Whether a run, or an import, has written to a folder.
+
+    A run locks its folder before it writes anything else, and the file of the lock stays there.
+    Checkpoints have a record.
+    """
+    return is_file(folder / LOCK) or any(folder.glob('checkpoints/[0-9]*/record.json'))
 
 
 def without_start(written: Settings, folder: Path) -> Settings:

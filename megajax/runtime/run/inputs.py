@@ -9,32 +9,27 @@ from tempfile import TemporaryDirectory
 import jax
 
 from megajax.base.errors import reason
-from megajax.base.files.exists import exists, is_file
+from megajax.base.files.exists import exists
 from megajax.base.files.outputs import write_file
 from megajax.base.render.text import typed
 from megajax.core.config import Config, ConfigError, dump, mistake
 from megajax.core.config.load import CONFIG
 from megajax.core.config.overrides import typed_override
-from megajax.core.config.recorded import OF_START
+from megajax.core.config.recorded import OF_START, is_written_by_run
 from megajax.core.config.schema import RunConfig
-from megajax.runtime.checkpoint.digests import find_steps
 from megajax.runtime.checkpoint.hf_files import FOLDER, Companions
 from megajax.runtime.checkpoint.record import TOKENIZER
 from megajax.runtime.data import Tokenizer
 from megajax.runtime.data.text.token_names import CONFIG as NAMES
-from megajax.runtime.run.lock import LOCK
 
 # Files and folders whose contents a run without a checkpoint replaces.
 REPLACED = CONFIG, TOKENIZER, NAMES, FOLDER, 'metrics.jsonl', 'samples.jsonl'
 
 
 def check_replaced(folder: Path) -> None:
-    """Raise ConfigError if a run in this folder would replace files that no run has written.
-
-    A run locks its folder before it writes anything else, and the file of the lock stays there.
-    """
+    """Raise ConfigError if a run in this folder would replace files that no run has written."""
     found = [name for name in REPLACED if exists(folder / name, 'run.dir')]
-    if not found or is_file(folder / LOCK) or find_steps(folder / 'checkpoints'):
+    if not found or is_written_by_run(folder):
         return
     fix = typed_override('run.dir', folder / 'run')
     if CONFIG in found:

@@ -16,9 +16,8 @@ import jax
 from megajax.base.files.json_file import parse_json
 from megajax.base.files.locks import TAKEN, lock
 from megajax.core.config import ConfigError
+from megajax.core.config.recorded import LOCK
 from megajax.runtime.run.shared_folder import check_shared
-
-LOCK = 'lock'
 
 logger = logging.getLogger(__name__)
 

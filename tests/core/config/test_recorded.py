@@ -38,7 +38,8 @@ def write_base(tmp_path: Path) -> Path:
 
 def record(config: Config, folder: Path) -> Path:
     """Write the config of a run with a checkpoint as the run does."""
-    (folder / 'run/checkpoints').mkdir(parents=True)
+    (folder / 'run/checkpoints/3').mkdir(parents=True)
+    (folder / 'run/checkpoints/3/record.json').touch()
     (folder / 'run/config.yaml').write_text(dump(config))
     return folder / 'run/config.yaml'
 
@@ -136,7 +137,25 @@ def test_a_blend_that_is_overridden_to_be_empty_leaves_the_recorded_corpus(base:
     assert reload(stored, ['data.blend={}'], place='record.json').data.corpus == 'mine'
 
 
-def test_a_users_own_file_is_changed_only_where_an_override_says(base: Path) -> None:
-    base.write_text(dump(load(base)))
-    model = load(base, ['model.head_dim=32']).model
-    assert model.query_scale == 16**-0.5
+@pytest.mark.parametrize('beside', ['data', 'checkpoints/gpt2', 'checkpoints/100'])
+def test_a_users_own_file_is_changed_only_where_an_override_says(
+    base: Path, tmp_path: Path, beside: str
+) -> None:
+    """Other programs have a folder of checkpoints, too."""
+    (tmp_path / beside).mkdir(parents=True)
+    own = tmp_path / 'config.yaml'
+    own.write_text(dump(load(base, [f'run.dir={tmp_path}/mine', 'run.resume=must'])))
+    config = load(own, ['model.head_dim=32'])
+    assert config.model.query_scale == 16**-0.5
+    assert (config.run.dir, config.run.resume) == (f'{tmp_path}/mine', 'must')
+
+
+@pytest.mark.parametrize('evidence', ['lock', 'checkpoints/0/record.json'])
+def test_a_config_is_recorded_if_a_run_has_written_to_its_folder(
+    base: Path, tmp_path: Path, evidence: str
+) -> None:
+    path = tmp_path / evidence
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    (tmp_path / 'config.yaml').write_text(dump(load(base, ['run.resume=must'])))
+    assert load(tmp_path / 'config.yaml') == load(base)

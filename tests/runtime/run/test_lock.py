@@ -12,7 +12,8 @@ import pytest
 from support import disk_full_at
 
 from megajax.core.config import CheckpointError, ConfigError
-from megajax.runtime.run.lock import LOCK, run_lock, running_in
+from megajax.core.config.recorded import LOCK
+from megajax.runtime.run.lock import run_lock, running_in
 
 HOLD = """
 import sys, time
