@@ -48,15 +48,18 @@ def config_of_overrides(overrides: Sequence[str]) -> tuple[Config, str]:
 
 
 def how_to_resume(folder: Path, *, is_alone: bool, resume: str = 'auto') -> str:
-    """Return what resumes the run in a folder, after "to resume, ".
+    """Return how to resume the run in a folder, or how to start it again if nothing is there yet.
 
     A run that is not alone needs more than its config: a launcher for its other processes, or a
     program with its own optimizer. `resume` is the `run.resume` of the same command.
     """
-    if is_alone and (folder / CONFIG).is_file():
-        return f'run megajax train {typed_override("run.dir", folder)}'
+    has_config = (folder / CONFIG).is_file()
+    if not has_config and not find_steps(folder / 'checkpoints'):
+        return 'to start it again, run the same command'
+    if has_config and is_alone:
+        return f'to resume, run megajax train {typed_override("run.dir", folder)}'
     allowed = ' run.resume=auto' if resume == 'never' else ''
-    return f'run the same command with {typed_override("run.dir", folder)}{allowed}'
+    return f'to resume, run the same command with {typed_override("run.dir", folder)}{allowed}'
 
 
 def _config_of_start(start: Path, overrides: Sequence[str]) -> tuple[Config, str]:

@@ -268,7 +268,7 @@ def _leaving(folder: Path, config: Config, *, is_alone: bool) -> Iterator[None]:
         yield
     except StopRequested as request:
         how = how_to_resume(folder, is_alone=is_alone, resume=config.run.resume)
-        Report().say(f'stopped by {request}; to resume, {how}')
+        Report().say(f'stopped by {request}; {how}')
         raise SystemExit(StopRequested.exit_code) from request
 
 

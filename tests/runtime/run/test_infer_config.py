@@ -17,6 +17,7 @@ from megajax.runtime.checkpoint.checkpoints import Checkpoints
 from megajax.runtime.checkpoint.record import read_record
 from megajax.runtime.run.chat_template import read_corpus
 from megajax.runtime.run.infer_config import config_of_overrides, how_to_resume
+from megajax.runtime.run.run import run
 
 
 @pytest.fixture(autouse=True)
@@ -49,16 +50,31 @@ def config(corpus: str, *, run: dict[str, object] | None = None, **data: object)
 def test_a_stopped_run_names_a_command_that_takes_its_config(tmp_path: Path) -> None:
     folder = tmp_path / 'my run'
     folder.mkdir()
-    again = f"run the same command with 'run.dir={folder}'"
-    assert how_to_resume(folder, is_alone=True) == again  # there is no config yet
+    again = f"to resume, run the same command with 'run.dir={folder}'"
     begun = load('tiny', [f'run.dir={folder}', 'train.steps=70'])
     (folder / 'config.yaml').write_text(dump(load('tiny', ['train.steps=70', 'run.resume=never'])))
     assert how_to_resume(folder, is_alone=False) == again
     anyway = how_to_resume(folder, is_alone=False, resume='never')
     assert anyway == f'{again} run.resume=auto'
-    command = shlex.split(how_to_resume(folder, is_alone=True).removeprefix('run '))
+    command = shlex.split(how_to_resume(folder, is_alone=True).removeprefix('to resume, run '))
     assert command[:2] == ['megajax', 'train']
     assert config_of_overrides(command[2:])[0] == begun
+    (folder / 'config.yaml').unlink()
+    with on_mesh(begun), Checkpoints(folder / 'checkpoints', begun) as checkpoints:
+        checkpoints.save(make_state(begun, 1), 1)
+    assert how_to_resume(folder, is_alone=True) == again
+
+
+def test_a_run_that_is_stopped_before_it_is_one_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        run(load('tiny', ['run.max_minutes=1e-9']), name='tiny')
+    assert stopped.value.code == 75
+    said = capsys.readouterr().out
+    assert said.endswith('; to start it again, run the same command\n')
+    assert not list(Path('runs').iterdir())
 
 
 def start(config: Config, run: Path) -> str | None:
