@@ -215,19 +215,20 @@ def _text(value: Any) -> str:
 def opened_folder(config: Config, name: str) -> Iterator[Path]:
     """Yield the run directory of a config, locked during the block.
 
-    Without `run.dir` it is new, and deleted if the block fails before the run has its config.
-    Raises ConfigError, before it writes anything, if the directory has files of other origin that
-    the run would replace.
+    If it is new, the first process deletes it if the block fails there before the run has its
+    config: the lock that is left in a folder is evidence that the files in it are a run's. Raises
+    ConfigError, before it writes anything, if the directory has files of other origin that the run
+    would replace.
     """
-    folder = run_folder(config, name)
+    folder, is_new = run_folder(config, name), False
     if jax.process_index() == 0:
         check_replaced(folder)
+        is_new = config.run.dir is None or _is_created(folder)
     try:
         with run_lock(folder):
             yield folder
     except BaseException:
-        is_own = config.run.dir is None and jax.process_index() == 0
-        if is_own and not (folder / CONFIG).exists():
+        if is_new and not (folder / CONFIG).exists():
             shutil.rmtree(folder, ignore_errors=True)
         raise
 
@@ -240,6 +241,15 @@ def run_folder(config: Config, name: str) -> Path:
     if config.run.dir is not None:
         return Path(config.run.dir)
     return Path(text_from_first(str(_new_folder(name)) if jax.process_index() == 0 else ''))
+
+
+def _is_created(folder: Path) -> bool:
+    """Create a folder, and return whether this process has: not one that exists, for example."""
+    try:
+        folder.mkdir(parents=True)
+    except OSError:  # the lock, which needs the folder, explains it
+        return False
+    return True
 
 
 def _new_folder(name: str) -> Path:

@@ -67,6 +67,18 @@ def test_a_tokenizer_is_there_with_its_names_and_without_those_of_another(tmp_pa
     assert own.fingerprint == byte_tokenizer().fingerprint
 
 
+def test_a_failed_start_does_not_make_a_users_later_files_those_of_a_run(tmp_path: Path) -> None:
+    own = tmp_path / 'mine'
+    start = opened_folder(tiny(run={'dir': str(own)}), 'a')
+    with pytest.raises(ConfigError, match='typo'), start:
+        raise ConfigError('typo in the corpus')
+    own.mkdir()
+    (own / 'tokenizer.json').write_text('mine')
+    start = opened_folder(tiny(run={'dir': str(own)}), 'a')
+    with pytest.raises(ConfigError, match='no run has written'), start:
+        pass
+
+
 @pytest.mark.parametrize('name', REPLACED)
 def test_a_file_that_no_run_has_written_is_not_replaced(name: str, tmp_path: Path) -> None:
     own = tmp_path / 'my run' / name

@@ -622,10 +622,12 @@ def test_runs_that_start_in_the_same_second_get_folders_of_their_own(
         run_folder(tiny(), 'b/c')
 
 
+@pytest.mark.parametrize('named', [{}, {'dir': 'a/mine'}], ids=['unnamed', 'named'])
 def test_a_start_that_fails_leaves_no_folder_of_its_own_without_a_config(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: dict[str, str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / 'users').mkdir()
 
     def start(file: str, config: Config) -> Path:
         with suppress(ConfigError), opened_folder(config, 'a') as folder:
@@ -634,6 +636,6 @@ def test_a_start_that_fails_leaves_no_folder_of_its_own_without_a_config(
             raise ConfigError('bad corpus')
         return folder
 
-    assert not start('lock', tiny()).exists()
-    assert start('config.yaml', tiny()).exists()
-    assert start('lock', tiny(run={'dir': 'mine'})).exists()
+    assert not start('lock', tiny(run=named)).exists()
+    assert start('config.yaml', tiny(run=named)).exists()
+    assert start('lock', tiny(run={'dir': 'users'})).exists()
