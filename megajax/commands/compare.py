@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.console import Console
 
-from megajax.base.files.outputs import check_outputs, write_output
+from megajax.base.files.outputs import check_outputs, writing
 from megajax.base.render.logs import log_to_terminal
 from megajax.core.config import ConfigError
 from megajax.core.config.overrides import is_override
@@ -95,9 +95,8 @@ def compare(
         data=data,
         tolerance=tolerance,
     )
-    _print(comparison, every=every)
-    if json:
-        write_output(json, comparison.model_dump_json(indent=2))
+    with writing((json, comparison.model_dump_json(indent=2))):
+        _print(comparison, every=every)
     raise typer.Exit(0 if comparison.first is None else 1)
 
 

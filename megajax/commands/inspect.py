@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from megajax.base.files.outputs import check_outputs, write_output
+from megajax.base.files.outputs import check_outputs, writing
 from megajax.commands.inspect_fuzz import fuzz
 from megajax.commands.options import DefaultGroup
 from megajax.core.config import Config, ConfigError, load
@@ -137,11 +137,8 @@ def step(
 
         findings = [*inspection.findings, *over_budget(inspection, limits)]
         inspection = inspection.model_copy(update={'findings': findings})
-    _print(inspection, kernels=kernels, memory=memory)
-    if json:
-        write_output(json, inspection.model_dump_json(indent=2))
-    if hlo:
-        write_output(hlo, text)
+    with writing((json, inspection.model_dump_json(indent=2)), (hlo, text)):
+        _print(inspection, kernels=kernels, memory=memory)
     raise typer.Exit(0 if inspection.ok else 1)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
-from megajax.base.files.outputs import check_outputs, with_folder, write_output
+from megajax.base.files.outputs import check_outputs, with_folder, writing
 from megajax.base.render.folded import Folded
 from megajax.commands.options import DefaultGroup, with_old_names
 from megajax.commands.plan_options import (
@@ -273,9 +273,8 @@ def _show_generation(
         batch=batch or 1,
         link=link,
     )
-    _console().print(generation_table(result))
-    if json:
-        write_output(json, result.model_dump_json(indent=2))
+    with writing((json, result.model_dump_json(indent=2))):
+        _console().print(generation_table(result))
 
 
 def _show_comparison(
@@ -285,24 +284,20 @@ def _show_comparison(
 
     asked |= {'tokens': asked['tokens'] or 1e9}
     result = compare(config, read_prices(machines), **asked, imbalance=imbalance)
-    _console().print(str(result), soft_wrap=True, markup=False)
-    if json:
-        write_output(json, result.model_dump_json(indent=2))
+    with writing((json, result.model_dump_json(indent=2))):
+        _console().print(str(result), soft_wrap=True, markup=False)
 
 
 def _show(result: 'Plan', *, json: Path | None, layout: Path | None) -> NoReturn:
     from megajax.analysis.plan.report import tables
 
     console = _console()
-    console.print(
-        tables(result) if console.is_terminal else str(result),
-        soft_wrap=not console.is_terminal,
-        markup=False,
-    )
-    if json:
-        write_output(json, result.model_dump_json(indent=2))
-    if layout:
-        write_output(layout, result.best_config)
+    with writing((json, result.model_dump_json(indent=2)), (layout, result.best_config)):
+        console.print(
+            tables(result) if console.is_terminal else str(result),
+            soft_wrap=not console.is_terminal,
+            markup=False,
+        )
     raise typer.Exit(0 if result.layout.fits else 1)
 
 

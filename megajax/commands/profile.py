@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from megajax.base.files.outputs import check_outputs, write_output
+from megajax.base.files.outputs import check_outputs, writing
 
 LONGEST = 10  # default of --top
 
@@ -42,10 +42,9 @@ def profile(
     result = read(run, gpu=gpu)
     console = Console(highlight=False)
     shown = tables(result, top=top or LONGEST, with_instructions=top is not None)
-    console.print(
-        shown if console.is_terminal else as_text(shown),
-        soft_wrap=not console.is_terminal,
-        markup=False,
-    )
-    if json:
-        write_output(json, result.model_dump_json(indent=2))
+    with writing((json, result.model_dump_json(indent=2))):
+        console.print(
+            shown if console.is_terminal else as_text(shown),
+            soft_wrap=not console.is_terminal,
+            markup=False,
+        )

@@ -5,7 +5,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
@@ -65,6 +65,21 @@ def write_output(path: Path, text: str) -> None:
         raise ConfigError(
             f'{path} cannot be written: {error.strerror}; free some space, or choose another file'
         ) from error
+
+
+@contextmanager
+def writing(*outputs: tuple[Path | None, str]) -> Iterator[None]:
+    """Write outputs of a command, those with a path, after the block has printed its result.
+
+    A full disk then leaves the printed result, and a stdout that cannot be written, such as a
+    closed pipe, leaves the files.
+    """
+    try:
+        yield
+    finally:
+        for path, text in outputs:
+            if path:
+                write_output(path, text)
 
 
 def write_file(path: Path, content: bytes) -> None:

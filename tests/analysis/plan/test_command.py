@@ -4,6 +4,8 @@ import functools
 import re
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -81,6 +83,18 @@ def test_on_a_full_disk_the_plan_is_printed_and_its_file_is_a_mistake(tmp_path):
     assert isinstance(done.exception, ConfigError)
     assert 'cannot be written: File too large' in str(done.exception)
     assert str(two_by_four()) in done.stdout
+
+
+@pytest.mark.skipif(not Path('/dev/full').exists(), reason='there is no /dev/full')
+def test_a_plan_that_cannot_be_printed_is_in_its_file(tmp_path):
+    arguments = ['plan', 'gpt2_345m', *TWO_BY_FOUR, '--gpu', 'h100', '--json', str(tmp_path / 'x')]
+    with (
+        pytest.raises(OSError, match='No space left'),
+        open('/dev/full', 'w') as stdout,
+        redirect_stdout(stdout),
+    ):
+        app(arguments)
+    assert Plan.model_validate_json((tmp_path / 'x').read_text()) == two_by_four()
 
 
 def test_a_config_on_its_own_mesh_is_planned_as_it_is():

@@ -15,6 +15,7 @@ from megajax.base.files.outputs import (
     url_of,
     with_folder,
     write_output,
+    writing,
 )
 from megajax.core.config import ConfigError
 
@@ -49,6 +50,18 @@ def test_a_text_that_does_not_fit_on_the_disk_is_a_mistake_with_a_fix(tmp_path: 
     message = f'^{path} cannot be written: File too large; free some space, or choose another file$'
     with disk_full_at(10), pytest.raises(ConfigError, match=message):
         write_output(path, 11 * 'x')
+
+
+@pytest.mark.skipif(not Path('/dev/full').exists(), reason='there is no /dev/full')
+def test_outputs_are_written_even_if_the_result_cannot_be_printed(tmp_path: Path) -> None:
+    files = tmp_path / 'a.json', tmp_path / 'no/such/b.txt'
+    with (
+        pytest.raises(OSError, match='No space left'),
+        writing((files[0], 'a'), (None, 'no'), (files[1], 'b')),
+        open('/dev/full', 'w') as stdout,
+    ):
+        print('result', file=stdout)
+    assert [file.read_text() for file in files] == ['a', 'b']
 
 
 @pytest.mark.parametrize('url', ['s3://bucket/a/b.json', 'gs://bucket', 'HTTPS://host/a.json'])
