@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megajax.base.files.exists import exists, is_folder
-from megajax.base.files.outputs import output_problems, with_folder
+from megajax.base.files.outputs import output_problems, write_output
 from megajax.commands.generate_output import is_cut, note_cut, print_json
 from megajax.core.config import ConfigError
 
@@ -30,7 +30,7 @@ def draw_budget(
     """Write the image with the number of tokens of each region, for the only continuation."""
     from PIL import Image
 
-    from megajax.runtime.data.budget_sheet import write_budget
+    from megajax.runtime.data.budget_sheet import budget_png
     from megajax.runtime.data.images import read_image
 
     (row,) = rows
@@ -38,7 +38,7 @@ def draw_budget(
     assert row.region_tokens is not None
     assert config.relevance is not None
     tokens = row.region_tokens[0].reshape(config.relevance.regions)
-    write_budget(with_folder(path), Image.fromarray(read_image(file)), tokens)
+    write_output(path, budget_png(Image.fromarray(read_image(file)), tokens))
 
 
 def check_images(

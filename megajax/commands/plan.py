@@ -1,12 +1,13 @@
 """The subcommands of `megajax plan`: parse, call, render."""
 
+import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 
-from megajax.base.files.outputs import check_outputs, with_folder, writing
+from megajax.base.files.outputs import check_outputs, write_output, writing
 from megajax.base.render.folded import Folded
 from megajax.commands.options import DefaultGroup, with_old_names
 from megajax.commands.plan_options import (
@@ -338,4 +339,6 @@ def _draw(
         else:  # which searches: the overlap schedule of `config` is already chosen
             of_batch = changed(asked, train__batch_size=config.train.batch_size)
             figure = plot.scaling(of_batch, cluster, BY_NAME[program])
-        figure.savefig(with_folder(path))
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format=path.suffix.removeprefix('.'))
+        write_output(path, drawn.getvalue())

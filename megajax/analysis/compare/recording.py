@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from megajax.base.files.outputs import with_folder, write_file
+from megajax.base.files.outputs import write_output
 from megajax.core.config import ConfigError
 from megajax.runtime.checkpoint.old_names import current
 
@@ -51,7 +51,7 @@ def write_recording(path: Path, recording: Recording) -> None:
     about = np.frombuffer(recording.about.model_dump_json().encode(), np.uint8)
     file = io.BytesIO()
     np.savez(file, allow_pickle=False, **{ABOUT: about, **dict(_named(recording))})
-    write_file(with_folder(path), file.getvalue())
+    write_output(path, file.getvalue())
 
 
 def _named(recording: Recording) -> Iterator[tuple[str, np.ndarray]]:

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from ruamel.yaml import YAML
 
 from megajax.analysis.plan.real_step import busy, config_for, fitted_to_step, real_seconds
-from megajax.base.files.outputs import with_folder, write_file
+from megajax.base.files.outputs import write_output
 from megajax.base.render.units import rounded
 from megajax.core.config import ConfigError
 from megajax.core.hardware.dies import Efficiency, Reference
@@ -87,7 +87,7 @@ def calibrate(out: Path, *, seconds: float) -> Iterator[str]:
         f'({fastest:,.1f} to {slowest:,.1f}); matmuls reach {fitted.efficiency.matmul:.1%} of peak '
         f'in training, {alone.efficiency.matmul:.1%} standalone'
     )
-    write_file(with_folder(out), _yaml(fitted).encode())
+    write_output(out, _yaml(fitted))
     missing = [key for key in ('inside_host', 'across_hosts', 'power') if not getattr(fitted, key)]
     if missing:
         yield f'not measured: {", ".join(missing)}; set what your plans need in the file'

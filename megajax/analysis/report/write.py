@@ -9,7 +9,7 @@ from megajax.analysis.report.read import read_runs
 from megajax.analysis.report.run_facts import Facts
 from megajax.base.errors import reason
 from megajax.base.files.exists import is_file
-from megajax.base.files.outputs import check_outputs, with_folder, write_file
+from megajax.base.files.outputs import check_outputs, write_output
 from megajax.core.config import ConfigError
 from megajax.core.hardware.records import hardware
 
@@ -47,9 +47,7 @@ def write_report(
         Facts(run=run, color=number, gpu=record, max_program=max_program)
         for number, run in enumerate(runs)
     ]
-    # A link to a file, such as /dev/stdout, stays a link.
-    target = out.resolve() if is_file(out) else with_folder(out)
-    write_file(target, page(facts).encode())
+    write_output(out, page(facts))
     return out
 
 

@@ -54,13 +54,19 @@ def with_folder(path: Path) -> Path:
     return path
 
 
-def write_output(path: Path, text: str) -> None:
-    """Write the text that a command was asked for, in UTF-8; create the folder of the file.
+def write_output(path: Path, content: str | bytes) -> None:
+    """Write the file that a command was asked for, text in UTF-8; create its folder.
 
-    Raises ConfigError if it cannot be written, for example because the disk is full.
+    A link to a file stays a link. Raises ConfigError if the file cannot be written, for example
+    because the disk is full; it is then as it was before.
     """
+    content = content.encode() if isinstance(content, str) else content
     try:
-        with_folder(path).write_bytes(text.encode())
+        target = path.resolve() if path.is_file() else with_folder(path)
+        if os.access(target.parent, os.W_OK):
+            write_file(target, content)
+        else:  # a file that exists can be written in a folder in which none can be created
+            target.write_bytes(content)
     except OSError as error:
         raise ConfigError(
             f'{path} cannot be written: {error.strerror}; free some space, or choose another file'

@@ -1,6 +1,6 @@
 """Draw the token budget of an image, the number of tokens of each region, on top of the image."""
 
-from pathlib import Path
+from io import BytesIO
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -43,6 +43,8 @@ def draw_budget(picture: Image.Image, tokens: np.ndarray) -> Image.Image:
     return Image.alpha_composite(sheet.convert('RGBA'), veil).convert('RGB')
 
 
-def write_budget(path: Path, picture: Image.Image, tokens: np.ndarray) -> None:
-    """Write the image of `draw_budget` as a PNG."""
-    draw_budget(picture, tokens).save(path, format='PNG')
+def budget_png(picture: Image.Image, tokens: np.ndarray) -> bytes:
+    """Return the image of `draw_budget` as a PNG."""
+    file = BytesIO()
+    draw_budget(picture, tokens).save(file, format='PNG')
+    return file.getvalue()

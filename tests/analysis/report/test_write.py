@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import disk_full_at
 from typer.testing import CliRunner
 
 from megajax.analysis.report import write_at_end, write_report
@@ -39,6 +40,15 @@ def test_a_report_replaces_a_report(copied_run: Path) -> None:
     assert command(copied_run) == (0, f'report     {file}\n')
     assert file.read_bytes() != before  # the time at its end
     assert not [*copied_run.glob('*.new')]
+
+
+def test_on_a_full_disk_the_last_report_stays(copied_run: Path) -> None:
+    file = copied_run / 'report.html'
+    before = file.read_bytes()
+    with disk_full_at(1000):
+        code, said = command(copied_run)
+    assert (code, file.read_bytes()) == (2, before)
+    assert f'{file} cannot be written: File too large; free some space' in said
 
 
 def test_several_runs_have_theirs_in_the_current_folder(

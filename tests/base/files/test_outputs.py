@@ -48,8 +48,21 @@ def test_a_text_is_utf_8_in_every_locale(tmp_path: Path) -> None:
 def test_a_text_that_does_not_fit_on_the_disk_is_a_mistake_with_a_fix(tmp_path: Path) -> None:
     path = tmp_path / 'it.json'
     message = f'^{path} cannot be written: File too large; free some space, or choose another file$'
-    with disk_full_at(10), pytest.raises(ConfigError, match=message):
-        write_output(path, 11 * 'x')
+    for before in (None, 'the last result'):
+        if before:
+            path.write_text(before)
+        with disk_full_at(10), pytest.raises(ConfigError, match=message):
+            write_output(path, 11 * 'x')
+        assert [each.read_text() for each in tmp_path.iterdir()] == ([before] if before else [])
+
+
+def test_a_link_to_a_file_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / 'there').mkdir()
+    file, link = tmp_path / 'there/it.json', tmp_path / 'link.json'
+    file.touch()
+    link.symlink_to(file)
+    write_output(link, b'{}')
+    assert (link.is_symlink(), file.read_text()) == (True, '{}')
 
 
 @pytest.mark.skipif(not Path('/dev/full').exists(), reason='there is no /dev/full')
