@@ -139,6 +139,8 @@ def test_arguments_that_bash_does_not_pass_are_read_and_said(
     [
         ('if [ $1 = small ]; then\n' + PLAIN.replace('\ntorch', '\nfi\ntorch'),
          '$ARGS: its value is not in the text: `if` in line 1 sets it'),
+        (f'L=2\nif $1; then L+=4; fi\nL+=0\ntorchrun pretrain_gpt.py {ARGUMENTS} --num-layers $L',
+         '$L is not in the text: `if` in line 2 sets it'),
         (f'for L in 2 4; do\n torchrun pretrain_gpt.py {ARGUMENTS} --num-layers $L\ndone',
          "--num-layers '$L': the value of $L is not in the text: `for` in line 1 sets it"),
         (f'[ -z $L ] && L=4\ntorchrun pretrain_gpt.py {ARGUMENTS} --num-layers $L',
@@ -250,6 +252,9 @@ def test_a_text_that_is_not_seen_may_set_every_variable(
     launch = f'torchrun --nproc_per_node 8 pretrain_gpt.py {ARGUMENTS} --num-layers'
     text = f'L=3\n{change}\n{launch} {variable}'
     assert re.search(r'is not in the text: `.*` in line \d may set it', refused(text, tmp_path))
+    name = re.sub(r'\W|:.*', '', variable)
+    text = f'L=3\n{change}\n{name}+=4\n{launch} {variable}'
+    assert re.search(r'is not in the text: `.*` in line \d may set it', refused(text, tmp_path))
     again = f'{change}\nL=\nM=3\n{launch} {variable}'
     assert 'num_layers: 3' in converted(again.replace('L=', 'L=3'), tmp_path)
 
@@ -269,8 +274,9 @@ def test_a_text_that_sets_no_other_variable_changes_none(kept: str, tmp_path: Pa
 def test_an_array_whose_element_is_set_is_not_known(tmp_path: Path) -> None:
     launch = f'torchrun --nproc_per_node 8 pretrain_gpt.py {ARGUMENTS} ${{A[@]}}'
     for change in ('A[1]=4', 'A["1"]=4', 'A[$i]+=4', 'declare A[1]=4'):
-        said = refused(f'A=(--num-layers 3)\n{change}\n{launch}', tmp_path)
-        assert '${A[@]}: its value is not in the text: line 2 sets an element of it' in said
+        for more in ('', 'A+=(--bf16)'):
+            said = refused(f'A=(--num-layers 3)\n{change}\n{more}\n{launch}', tmp_path)
+            assert '${A[@]}: its value is not in the text: line 2 sets an element of it' in said
 
 
 @pytest.mark.parametrize(
@@ -300,7 +306,8 @@ def test_an_argument_that_is_not_known_has_no_default(
 )  # fmt: skip
 def test_a_variable_that_a_command_changes_is_not_known(change: str, tmp_path: Path) -> None:
     launch = f'torchrun --nproc_per_node 8 pretrain_gpt.py {ARGUMENTS} --num-layers $L'
-    assert ' changes it' in refused(f'L=3\n{change}\n{launch}', tmp_path)
+    for more in ('', 'L+=5'):
+        assert ' changes it' in refused(f'L=3\n{change}\n{more}\n{launch}', tmp_path)
     for kept in ('(( L >= 2 && L != 5 )) || exit 1', 'let M=L*2', 'read M', 'printf %d L'):
         assert 'num_layers: 3' in converted(f'L=3\n{kept}\n{launch}', tmp_path)
 

@@ -249,6 +249,8 @@ class _Script(Variables):
         if branch or command.is_conditional:
             what = branch.word if branch and branch.word not in '{(' else '&&'
             self.forget(name, f'`{what}` in line {(branch or command).line} sets it')
+        elif word.adds and (reason := self._reason(name)) is not None:
+            self.forget(name, reason)
         elif not word.adds:
             self.values[name] = value
         elif word.elements is not None:
