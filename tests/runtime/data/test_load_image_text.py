@@ -21,6 +21,7 @@ from megajax.core.train.feed import abstract_batch
 from megajax.runtime.data import Data, load_data, make_tokenizer
 from megajax.runtime.data.image_text.documents import FileDocument
 from megajax.runtime.data.image_text.load import BETWEEN_CALLS, _warn_of_copies
+from megajax.runtime.data.sources.commands import images_to_files
 from megajax.runtime.data.tokens.indexed import write_index
 
 TURNS = [
@@ -328,6 +329,25 @@ def test_the_command_for_images_inside_a_table_writes_files_and_what_is_read(
     data = load_data(config(folder / new))
     assert data.summary.startswith('2 documents with 2 images')
     assert 'Red.' in shown(data)
+
+
+def test_the_command_for_images_inside_tables_keeps_those_of_each_table(folder: Path) -> None:
+    tables, table = map(pytest.importorskip, ('pyarrow', 'pyarrow.parquet'))
+    command = images_to_files('old.parquet:1').partition(': ')[2].partition(' | jq')[0]
+    command = command.replace('python -c', f'{sys.executable} -c')
+    (folder / 'out').mkdir()
+    for number, name in enumerate('ab'):
+        data = (folder / f'{name}.png').read_bytes()
+        row = {'images': [{'bytes': data, 'path': name}], 'meta': {'bytes': number, 'path': 'x.py'}}
+        table.write_table(tables.Table.from_pylist([row]), folder / f'{name}.parquet')
+        written = command.replace('OLD', f'{name}.parquet').replace('NEW', f'out/{name}')
+        subprocess.run(f'{written} > out/{name}.jsonl', shell=True, check=True, cwd=folder)
+    for number, name in enumerate('ab'):
+        line = json.loads((folder / f'out/{name}.jsonl').read_text())
+        assert line['meta'] == {'bytes': number, 'path': 'x.py'}
+        (image,) = line['images']
+        assert image.endswith('.png')
+        assert (folder / 'out' / image).read_bytes() == (folder / f'{name}.png').read_bytes()
 
 
 def test_images_inside_lines_are_not_for_a_model_of_text(folder: Path) -> None:

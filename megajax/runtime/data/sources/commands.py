@@ -14,13 +14,18 @@ ROWS = (
 # A column gives every object in it all keys.
 WITHOUT_NULLS = 'del(.. | objects | .[] | nulls) | '
 # The program that writes the rows of a Parquet file as JSON lines, and the images in it to files.
+# The hash of an image names its file, so that several tables can be converted in one folder.
 IMAGES_OF_ROWS = (
-    'python -c "import itertools, json, os, pyarrow.parquet as parquet; '
-    "os.makedirs('images', exist_ok=True); numbers = itertools.count(); "
-    "name = lambda path: 'images/%08d%s' % (next(numbers), os.path.splitext(path)[1]); "
-    "save = lambda name, data: [open(name, 'wb').write(data), name][1]; "
-    "walk = lambda x: (save(name(x.get('path') or 'a.png'), x['bytes']) if x.get('bytes') else "
-    "x['path'] if x.keys() == {'bytes', 'path'} else {key: walk(y) for key, y in x.items()}) "
+    'python -c "import hashlib, json, os, pyarrow.parquet as parquet; '
+    "folder = os.path.dirname('NEW.jsonl'); "
+    "os.makedirs(os.path.join(folder, 'images'), exist_ok=True); "
+    'name = lambda data, path: '
+    "'images/' + hashlib.sha256(data).hexdigest() + (os.path.splitext(path)[1] or '.png'); "
+    "save = lambda data, name: [open(os.path.join(folder, name), 'wb').write(data), name][1]; "
+    "walk = lambda x: (save(x['bytes'], name(x['bytes'], x.get('path') or '')) "
+    "if isinstance(x.get('bytes'), bytes) and x.keys() <= {'bytes', 'path'} else "
+    "x['path'] if x == {'bytes': None, 'path': x.get('path')} else "
+    '{key: walk(y) for key, y in x.items()}) '
     'if isinstance(x, dict) else list(map(walk, x)) if isinstance(x, list) else x; '
     '[print(json.dumps(walk(row), default=str)) for rows in '
     "parquet.ParquetFile('OLD').iter_batches(64) for row in rows.to_pylist()]\""
