@@ -103,9 +103,16 @@ def resolved(config: 'Config', *, on_gpu: bool) -> 'Config':
 
 
 def resolved_for(config: 'Config', rows: int, length: int, *, on_gpu: bool) -> 'Config':
-    """Return the config with `auto` resolved for a batch of `rows` sequences of `length` tokens."""
-    chosen = resolved(_with(config, batch_size=rows, seq_len=length), on_gpu=on_gpu).train
-    return _with(config, overlap=chosen.overlap, unroll=chosen.unroll)
+    """Return the config with `auto` resolved for a batch of `rows` sequences of `length` tokens.
+
+    The result is that of `resolved`, for which the step's options for XLA are chosen, unless this
+    batch cannot be split in the same way.
+    """
+    chosen = resolved(config, on_gpu=on_gpu)
+    batch = _with(chosen, batch_size=rows, seq_len=length)
+    if batch.overlap.is_split and not _fits(batch):
+        chosen = resolved(_with(config, batch_size=rows, seq_len=length), on_gpu=on_gpu)
+    return _with(config, overlap=chosen.train.overlap, unroll=chosen.train.unroll)
 
 
 def in_a_loop(config: 'Config', *, on_gpu: bool) -> 'Config':

@@ -3,8 +3,9 @@
 import pytest
 
 from megajax.core.config import Config, load
-from megajax.core.config.overlap_rules import in_a_loop, length_multiple, resolved
+from megajax.core.config.overlap_rules import in_a_loop, length_multiple, resolved, resolved_for
 from megajax.core.config.rules import incompatibilities
+from megajax.core.train.overlap import overlap_options
 
 
 def llama(*overrides: str) -> Config:
@@ -51,6 +52,29 @@ def test_on_gpus_it_is_what_hides_something_and_fits(
     overrides: tuple[str, ...], expected: tuple[str, bool]
 ) -> None:
     assert chosen(llama(*overrides)) == expected
+
+
+@pytest.mark.parametrize(
+    ('overrides', 'shape', 'expected'),
+    [
+        ((), (8, 1024), 'batch_split'),
+        ((), (3, 1024), 'sequence_split'),
+        ((), (3, 1022), 'none'),
+        (('train.batch_size=3',), (4, 1024), 'sequence_split'),
+        (('train.batch_size=3',), (4, 1022), 'batch_split'),
+        (('train.batch_size=3', 'model.dropout=0.1'), (4, 1024), 'none'),
+    ],
+    ids=str,
+)
+def test_another_batch_is_split_as_that_of_the_config_if_it_can_be(
+    overrides: tuple[str, ...], shape: tuple[int, int], expected: str
+) -> None:
+    """The options for XLA are chosen for the batch of the config, before another one is known."""
+    config = llama(*SP, *overrides)
+    actual = resolved_for(config, *shape, on_gpu=True)
+    assert actual.train.overlap == expected
+    given = overlap_options(resolved(config, on_gpu=True))
+    assert overlap_options(actual).items() <= given.items()
 
 
 def test_on_cpus_the_layers_are_plain_and_in_a_loop() -> None:
