@@ -12,6 +12,7 @@ import megajax
 from megajax.core.config import ConfigError
 from megajax.core.config.one_dimensional import one_dimensional
 from megajax.core.parallel.mesh import (
+    SETTINGS,
     _simulate_cpu_devices,
     axis_sizes,
     concrete,
@@ -247,3 +248,11 @@ def test_a_setting_of_jax_that_no_step_supports_is_named(
 ) -> None:
     with setting, pytest.raises(ConfigError, match=said):
         make_mesh()
+
+
+def test_a_setting_that_this_jax_does_not_have_is_not_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = *SETTINGS, ('jax_removed', True, 'a later jax has no such setting')
+    monkeypatch.setattr('megajax.core.parallel.mesh.SETTINGS', settings)
+    make_mesh()
