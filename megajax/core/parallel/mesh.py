@@ -90,11 +90,12 @@ def check_is_config(config: object) -> None:
 def check_current_mesh(config: Config) -> None:
     """Raise ConfigError unless `config` is a config and the current mesh is the config's.
 
-    The mesh may have more axes, which are not in AXES.
+    The mesh may have more axes, which are not in AXES or have size 1.
     """
     check_is_config(config)
     wanted, current = axis_sizes(**config.mesh.sizes), jax.sharding.get_abstract_mesh().shape
-    if wanted == {axis: size for axis, size in current.items() if axis in AXES}:
+    needed = {axis for axis in AXES if axis in ALWAYS or current.get(axis, 1) > 1}
+    if wanted == {axis: size for axis, size in current.items() if axis in needed}:
         return
     further = [f'{axis}={size}' for axis, size in wanted.items() if axis not in ALWAYS]
     arguments = ', '.join([str(wanted['data']), str(wanted['model']), *further])

@@ -1,7 +1,7 @@
 """The mesh has two Explicit axes, and the devices of a tensor-parallel group are neighbours."""
 
 import os
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import jax
@@ -15,6 +15,7 @@ from megajax.core.parallel.mesh import (
     SETTINGS,
     _simulate_cpu_devices,
     axis_sizes,
+    check_current_mesh,
     concrete,
     is_simulated,
     left_idle,
@@ -256,3 +257,22 @@ def test_a_setting_that_this_jax_does_not_have_is_not_checked(
     settings = *SETTINGS, ('jax_removed', True, 'a later jax has no such setting')
     monkeypatch.setattr('megajax.core.parallel.mesh.SETTINGS', settings)
     make_mesh()
+
+
+@pytest.mark.parametrize(
+    ('axes', 'is_accepted'),
+    [
+        ({'data': 2, 'model': 1}, True),
+        ({'data': 2, 'model': 1, 'stage': 1, 'spare': 2}, True),
+        ({'data': 2, 'model': 1, 'stage': 2}, False),
+        ({'data': 2}, False),  # a step shards over `model` on every mesh
+    ],
+    ids=str,
+)
+def test_a_mesh_may_have_further_axes_of_size_1(axes: dict[str, int], is_accepted: bool) -> None:
+    config = megajax.load('tiny', ['mesh.data=2', 'mesh.model=1'])
+    rejects = pytest.raises(ConfigError, match=r'mesh\.model=1, and the current mesh is')
+    types = (AxisType.Explicit,) * len(axes)
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), types)
+    with jax.set_mesh(mesh), nullcontext() if is_accepted else rejects:
+        check_current_mesh(config)
