@@ -123,6 +123,7 @@ def make_train_step(
     Raises ConfigError as `step_options` does. Tracing the step raises one for a batch without these
     arrays, or with a number of rows or tokens that the config would not accept.
     """
+    check_current_mesh(config)
     update = make_optimizer(config).update if optimizer is None else own_update(optimizer, config)
     schedule = make_schedule(config.optim, config.train.steps)
     gradients = make_gradients(config)

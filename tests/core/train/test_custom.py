@@ -272,6 +272,7 @@ def test_what_a_script_gives_in_place_of_an_argument_is_named_with_what_is_expec
         for call, message in {
             (lambda: megajax.load_params('runs/mine', 'tiny')): "config: 'tiny' is not a megajax.C",
             (lambda: megajax.loss(state.params, batch, 'tiny')): "config: 'tiny' is not a megajax",
+            (lambda: megajax.make_train_step('tiny')): "config: 'tiny' is not a megajax",
             (lambda: megajax.loss(state, batch, config)): 'params: a TrainState is .* its params',
             (lambda: megajax.gradients(state, batch, config)): 'params: a TrainState is not',
             (lambda: megajax.place_batch({'tokens': rows})): r"batch\['tokens'\]: a list is not an",
