@@ -42,6 +42,9 @@ def nest(innermost: bytes, levels: int, opening: bytes, closing: bytes) -> bytes
     return innermost + steps
 
 
+STORAGE = (
+    b'(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x04tQ'
+)
 HOSTILE = {
     'memo': b'\x80\x02]r\xff\xff\xff\x7f.',
     'memo of text': b'(lp2147483647\n.',
@@ -62,6 +65,11 @@ HOSTILE = {
     'tensors in tensors': b'\x80\x02'
     + b'ctorch._tensor\n_rebuild_from_type_v2\n(' * 2
     + b'ctorch._utils\n_rebuild_tensor_v2\nctorch\nTensor\n)}tRctorch\nTensor\n)}tR.',
+    'a tensor of a tensor': b'\x80\x02'
+    + b'ctorch._utils\n_rebuild_tensor_v2\n(' * 2
+    + STORAGE
+    + b'K\x00(J\x00\x00\x00\x40t(K\x00ttR'  # 2^30 elements with a stride of 0
+    + b'K\x00(J\x00\x00\x00\x40t(K\x01ttR.',
     'attributes of a type': b'\x80\x02ctorch\nSize\n}b.',
     'a registered extension': b'\x80\x02\x82\x01.',
     'nothing': b'',
@@ -72,7 +80,7 @@ HOSTILE = {
 @pytest.mark.parametrize('hostile', HOSTILE.values(), ids=HOSTILE.keys())
 def test_a_hostile_pickle_is_refused_at_once(hostile: bytes, tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(hostile)
-    write_zip(tmp_path / 'x.pt', hostile)
+    write_zip(tmp_path / 'x.pt', hostile, bytes(16))
     tracemalloc.start()
     begin = time.process_time()
     try:

@@ -42,6 +42,22 @@ def test_a_tensor_beyond_its_storage_is_refused(
         _rebuild_tensor(STORAGE, offset, size, stride)
 
 
+@pytest.mark.parametrize('size', [(2**30,), (2, 2), ()])
+def test_a_tensor_of_a_tensor_is_refused(size: tuple[int, ...]) -> None:
+    inner = _rebuild_tensor(STORAGE, 0, size, (0,) * len(size))
+    with pytest.raises(ValueError, match='something other than a storage'):
+        _rebuild_tensor(inner, 0, (1,), (1,))
+
+
+@pytest.mark.parametrize('place', range(3))
+def test_an_offset_in_a_type_that_overflows_is_refused(place: int) -> None:
+    arguments: list[tuple[object, ...]] = [(0,), (2**62,), (4,)]
+    arguments[place] = (np.array(arguments[place][0]),)
+    (offset,), size, stride = arguments
+    with pytest.raises(ValueError, match='is not an integer'):
+        _rebuild_tensor(STORAGE, offset, size, stride)  # type: ignore[arg-type]
+
+
 def test_a_file_that_is_not_finished_ends_with_the_error_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -196,6 +196,11 @@ class _Unpickler(Unpickler):
 def _rebuild_tensor(
     storage: np.ndarray, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: Any
 ) -> np.ndarray:
+    # Only a contiguous 1-D array has as many elements in memory as its length says.
+    if type(storage) is not np.ndarray or storage.strides != (storage.itemsize,):
+        raise ValueError('a tensor is made of something other than a storage')
+    if not all(type(n) is int for n in (offset, *size, *stride)):
+        raise ValueError('an offset, a size or a stride of a tensor is not an integer')
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     if (
         offset < 0
