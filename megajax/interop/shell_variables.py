@@ -89,11 +89,20 @@ class Variables:
         return bool(element)
 
     def set_arguments(self, arguments: list[str] | None, reason: str) -> None:
-        """Set the arguments of a function or a shell; with None, they are unknown."""
+        """Set the arguments of a function or a shell; with None, they are unknown.
+
+        A function that only gets `"$@"` has the arguments of the script, which may be none.
+        """
+        if arguments is not None and self.are_all(arguments):
+            return
         self.forget(ARGUMENTS, reason)
         if arguments is not None:
             self.values[ARGUMENTS] = arguments
             del self.reasons[ARGUMENTS]
+
+    def are_all(self, words: Sequence[str]) -> bool:
+        """Return whether words are the current arguments `"$@"`, which are unknown."""
+        return words == [f'{OPEN}$@{CLOSE}'] and ARGUMENTS not in self.values
 
     def forget_set(self, program: str, text: str, reason: str) -> bool:
         """Forget the variables that a command changes; return whether there are any."""

@@ -202,6 +202,8 @@ def test_what_only_a_shell_knows_is_named_with_the_way_out(
         'set -- 5\nL=${1:-4}', 'set -- 5 6\nf() { set -- 7; L=$1; }\nf 8\nM=$1',
         '(set -- 5)\nL=${1:-4}',
         'eval "set -- 5 6"\nL=$2',
+        'f() { L=${1:-4}; }\nf "$@"', 'f() { g "$@"; }\ng() { L=${2:-4}; }\nf $@',
+        'set -- "$@"\nL=${1:-4}',
         'for ((i=0; i<2; i++)); do :; done\n(L=4)', '[[ $L =~ (3|4) ]] && :\n(L=4)',
     ],
 )  # fmt: skip
@@ -231,6 +233,7 @@ def test_a_function_reads_the_variables_of_its_call() -> None:
     [
         "bash -c 'echo pretrain.py ${1:-4} $2' _ 5", "L=5 bash -c 'echo pretrain.py $L'",
         "env L=5 bash -c 'echo pretrain.py $L'", "set -- 5\nbash -c 'echo pretrain.py ${1:-4}'",
+        'bash -c "echo pretrain.py \\${1:-4}" _ "$@"',
     ],
 )  # fmt: skip
 def test_a_shell_has_its_own_arguments_and_variables(text: str) -> None:
@@ -284,6 +287,9 @@ def test_an_array_whose_element_is_set_is_not_known(tmp_path: Path) -> None:
     [
         ('f() { LAUNCH ${1:-4}; }', '${1:-4} is not in the text: the text does not call f'),
         ('f() { LAUNCH ${2:-4}; }\nf $X 5', 'before it may be several words'),
+        ('f() { LAUNCH $1; }\nf "$@"', '$1 is not in the text: an argument of the script'),
+        ('A=$@\nf() { g $A; }\ng() { LAUNCH ${1:-4}; }\nf 5', '$@ is not in the text: an argu'),
+        ('$X && set -- 5\nf() { LAUNCH ${1:-4}; }\nf "$@"', '`&&` in line 1 sets it'),
         ('f() { shift; LAUNCH ${1:-4}; }\nf 5 6', '`shift` in line 1 changes it'),
         ('$X && set -- 5\nLAUNCH ${1:-4}', '`&&` in line 1 sets it'),
         ('L=$(date)\nL=5 bash -c "LAUNCH $L"', '$(date) is not in the text: the output of a'),

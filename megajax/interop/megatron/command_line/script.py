@@ -245,6 +245,8 @@ class _Script(Variables):
 
     def _assign(self, command: Command, word: Word) -> None:
         name, value = word.name or '', self._elements(word)
+        if name == ARGUMENTS and self.are_all(value):
+            return
         branch = next((frame for frame in reversed(self._open) if frame.is_branch), None)
         if branch or command.is_conditional:
             what = branch.word if branch and branch.word not in '{(' else '&&'
