@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 
 from megajax.core.config import ConfigError
-from megajax.interop.megatron.command_line.shell import Expansion, Part, word_of
+from megajax.interop.megatron.command_line.shell import Expansion, Part, Word, word_of
 
 MAX_CHARACTERS = 2**20  # most characters of all words after expansion
 MAX_DEPTH = 20  # deepest nesting of commands, and of defaults
@@ -34,6 +34,8 @@ OPERATORS = {
     ast.Mod: lambda a, b: a - b * int(a / b),
 }
 ARGUMENTS = '@'  # name of the variable with all arguments of a script or a function
+# The words after `in` of a loop over all arguments.
+ALL_ARGUMENTS = [Expansion('$@', True)], [Expansion('$@', False)], [Expansion('$*', False)]
 ANY = '*'  # key of the reason why every variable without a value is unknown
 ELEMENT = re.compile(r'([A-Za-z_]\w*)\[[^]]*\]\+?=')
 ARGUMENT = re.compile(r'[1-9]\d{0,3}|[@*#]')
@@ -103,6 +105,12 @@ class Variables:
     def are_all(self, words: Sequence[str]) -> bool:
         """Return whether words are the current arguments `"$@"`, which are unknown."""
         return words == [f'{OPEN}$@{CLOSE}'] and ARGUMENTS not in self.values
+
+    def lists_nothing(self, words: Sequence[Word]) -> bool:
+        """Return whether a `for` is over the arguments of the script, which is read without any."""
+        listed = [part for word in words[3:] for part in word.parts if part]
+        is_set = ARGUMENTS in self.values or ARGUMENTS in self.reasons
+        return not is_set and (len(words) == 2 or listed in ALL_ARGUMENTS)
 
     def forget_set(self, program: str, text: str, reason: str) -> bool:
         """Forget the variables that a command changes; return whether there are any."""

@@ -247,6 +247,7 @@ def test_a_shell_has_its_own_arguments_and_variables(text: str) -> None:
     'change',
     ['source x.sh', '. ./x.sh 4', 'source $DIR/x.sh', 'export $(grep -v "^#" .env | xargs)',
      'while read k v; do\nexport "$k=$v"; done < .env', 'eval $(python config.py)',
+     'for A in $X "$@"; do export $A; done', 'f() { for A; do export $A; done; }\nf $X',
      'eval "$(cat x)"', '[ -f x.sh ] && . x.sh', 'f() { source x.sh; }\nf'],
 )  # fmt: skip
 def test_a_text_that_is_not_seen_may_set_every_variable(
@@ -266,7 +267,10 @@ def test_a_text_that_is_not_seen_may_set_every_variable(
     'kept',
     ['source venv/bin/activate', 'source ~/.bashrc', '. /etc/profile.d/modules.sh',
      'eval "$(conda shell.bash hook)"', 'source activate megatron', '(source x.sh)', 'A[0]=4',
-     'export "A=$X" "L=3" -n', 'eval "A=$X"', 'export "A=$X"\nexport A', 'source x.sh | cat'],
+     'export "A=$X" "L=3" -n', 'eval "A=$X"', 'export "A=$X"\nexport A', 'source x.sh | cat',
+     'for A in "$@"; do\nK=$(echo $A | cut -d= -f1)\nexport "$K"="${A:4}"\ndone',
+     'for A; do export $A; L=4; done', 'if true; then for A in $*; do\nexport $A\ndone; fi',
+     'f() { for A in "$@"; do export $A; done; }\nf "$@"'],
 )  # fmt: skip
 def test_a_text_that_sets_no_other_variable_changes_none(kept: str, tmp_path: Path) -> None:
     launch = f'torchrun --nproc_per_node 8 pretrain_gpt.py {ARGUMENTS} --num-layers'

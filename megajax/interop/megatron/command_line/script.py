@@ -149,11 +149,12 @@ class _Script(Variables):
             elif command.is_apart and len(self._open) == depth:
                 self.restore(state)
 
-    def _begin(self, command: Command, word: str, function: str = '') -> None:
+    def _begin(
+        self, command: Command, word: str, function: str = '', *, never_runs: bool = False
+    ) -> None:
         is_branch = word not in '{(' or command.is_conditional
-        is_apart = word == '(' or command.before in ('|', '|&')
-        state = self.state()
-        self._open.append(_Frame(word, command.line, is_branch, is_apart, state, function))
+        is_apart = word == '(' or command.before in ('|', '|&') or never_runs
+        self._open.append(_Frame(word, command.line, is_branch, is_apart, self.state(), function))
 
     def _end(self, command: Command) -> None:
         frame = self._open.pop()
@@ -206,7 +207,7 @@ class _Script(Variables):
         if first and self._open and BEGIN.get(self._open[-1].word) == first:
             self._end(command)
         if first in BEGIN:
-            self._begin(command, first)
+            self._begin(command, first, never_runs=first == 'for' and self.lists_nothing(words))
         if first == 'function' and len(words) > 2:
             self._begin(command, words[2].text or '{', words[1].text or '?')
             if self._body is None:
