@@ -26,6 +26,16 @@ SETTERS = {
         re.compile(r'(?<![\w-])([A-Za-z_]\w*)()'),
     ),
 }
+# Files for `source`, and commands whose output is for `eval`, that set no variable of a training.
+ENVIRONMENT_FILE = re.compile(
+    r'(.*/)?(activate|enable|\.?(ba|z)shrc|\.(bash_|z)?profile|init/(ba|z|k)?sh|etc/profile(\.d/.*)?'
+    r'|(conda|mamba|setvars|set_env|setup-env|hpcx-init[^/]*)\.sh)',
+    re.DOTALL,
+)
+ENVIRONMENT = re.compile(
+    r'.*[$`].*\b((micro)?mamba|conda|pyenv|ssh-agent|modulecmd|lmod|spack)\b.*',
+    re.DOTALL,
+)
 OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -191,7 +201,8 @@ class Variables:
 
     def _reason(self, name: str) -> str | None:
         """Return why a variable is unknown; None if it is known, or if the text never sets it."""
-        return None if name in self.values else self.reasons.get(name, self.reasons.get(ANY))
+        why = self.reasons.get(ANY) if re.match('[A-Za-z_]', name) else None
+        return None if name in self.values else self.reasons.get(name, why)
 
     def _sum(self, text: str) -> list[str]:
         if len(text) > MAX_SUM:

@@ -15,6 +15,8 @@ from megajax.core.config import ConfigError
 from megajax.interop.megatron.command_line.shell import Command, Word, commands_of
 from megajax.interop.shell_variables import (
     ARGUMENTS,
+    ENVIRONMENT,
+    ENVIRONMENT_FILE,
     MAX_DEPTH,
     SETTERS,
     UNKNOWN,
@@ -36,12 +38,6 @@ PASSIVE = frozenset(
     echo printf cat cp mv rm ls ln cd mkdir touch chmod find source . [ [[ test : grep sed awk head
     tail tee return exit set trap for case wget curl git pip sbatch
     """.split()  # noqa: SIM905
-)
-# Files for `source` and programs for `eval` that set no variable of a training.
-ENVIRONMENT = re.compile(
-    r'(.*/)?(activate|\.?bashrc|\.(bash_)?profile|conda\.sh|setvars\.sh)(\s.*)?|/(etc|usr)/.*'
-    r'|.*[$`].*\b(conda|mamba|micromamba|pyenv|ssh-agent|modulecmd)\b.*',
-    re.DOTALL,
 )
 PROGRAM = re.compile(r'.*\.py')
 WAY_OUT = 'put `echo` before the command, run the script, and give its output'
@@ -290,9 +286,13 @@ class _Script(Variables):
         elif program == 'shift' and ARGUMENTS in self.values:
             self.forget(ARGUMENTS, f'`shift` in line {command.line} changes it')
         elif program in ('source', '.', 'eval'):
-            text = ' '.join(expanded[expanded.index(program) + 1 :])
-            is_seen = program == 'eval' and not UNKNOWN.match(text)
-            if not is_seen and not ENVIRONMENT.fullmatch(plain(text)):
+            given = expanded[expanded.index(program) + 1 :]
+            if program == 'eval':
+                text = ' '.join(given)
+                is_kept = not UNKNOWN.match(text) or ENVIRONMENT.fullmatch(plain(text))
+            else:
+                is_kept = not given or ENVIRONMENT_FILE.fullmatch(plain(given[0]))
+            if not is_kept:
                 self.forget_all(f'`{program}` in line {command.line} may set it')
         if program is None or program in PASSIVE or program in SETTERS:
             return
