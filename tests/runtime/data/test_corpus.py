@@ -268,6 +268,36 @@ def test_placeholders_of_images_under_another_key_are_no_text(
         texts(tmp_path)
 
 
+@pytest.mark.parametrize('text', ['A feed', 'A feed: <image>'])
+@pytest.mark.parametrize('name', ['a.jsonl', 'a.parquet'])
+@pytest.mark.parametrize(
+    'key',
+    [
+        {'meta': {'path': 'feed.png', 'repo': 'b'}},
+        {'meta': {'bytes': 3, 'path': 'feed.xml'}},
+        {'meta': {'bytes': 3}},
+        {'documents': [{'path': 'a.md'}]},
+        {'title': 'File:A.jpg'},
+        {'image': 'python:3.12'},
+    ],
+)
+def test_a_text_may_have_the_path_of_its_source(
+    tmp_path: Path, key: dict[str, object], name: str, text: str
+) -> None:
+    if name == 'a.parquet':
+        write_parquet(tmp_path / name, text=[text], **{key: [value] for key, value in key.items()})
+    else:
+        (tmp_path / name).write_text(json.dumps({'text': text, **key}))
+    assert texts(tmp_path) == [text]
+
+
+def test_all_images_under_another_key_are_counted(tmp_path: Path) -> None:
+    line = {'text': '<image><image>', 'image': ['a.png', 'b.png']}
+    (tmp_path / 'a.jsonl').write_text(json.dumps(line))
+    with pytest.raises(ConfigError, match='has 2 images, but only the text is read'):
+        texts(tmp_path)
+
+
 def write_parquet(path: Path, **columns: list[object]) -> None:
     pyarrow = pytest.importorskip('pyarrow')
     from pyarrow import parquet
@@ -518,6 +548,20 @@ def test_the_command_that_is_named_loses_nothing_that_is_read(
         'role': {'conversation': TOLD},
     }[turns]
     assert converted({**keys, **line}) == {'messages': TOLD, **kept}
+
+
+@pytest.mark.skipif(which('jq') is None, reason='jq is not installed')
+@pytest.mark.parametrize(
+    'line',
+    [
+        {'question': 'How do I open a.png', 'answer': 'See b.png'},
+        {'dialog': ['see a.png', 'b']},
+        {'prompt': 'a', 'completion': 'b', 'meta': {'path': 'a.py'}},
+        {'prompt': 'a', 'completion': 'b', 'documents': [{'path': 'a.png'}]},
+    ],
+)
+def test_the_command_that_is_named_takes_no_words_for_an_image(line: dict[str, object]) -> None:
+    assert 'images' not in converted(line)
 
 
 @pytest.mark.skipif(which('jq') is None, reason='jq is not installed')

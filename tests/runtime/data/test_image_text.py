@@ -347,6 +347,11 @@ def test_text_next_to_a_name_that_is_not_an_image_is_text(folder: Path) -> None:
         {'file_name': 'a.py', 'url': 'https://a.org/a.png'},
         {'image': 'a.png', 'images': []},
         {'image': None},
+        {'meta': {'path': 'src/a.py'}},
+        {'meta': {'path': 'a.png', 'repo': 'b'}},
+        {'audio': {'bytes': 'x', 'path': 'a.wav'}},
+        {'documents': [{'path': 'a.md'}]},
+        {'size': {'bytes': 3}},
     ):
         (document,) = documents(write(folder, {'text': 'a', **line}))
         assert not document.paths

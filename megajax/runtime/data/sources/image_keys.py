@@ -12,6 +12,7 @@ MARKER = '<image>'  # the image placeholder in a text
 SUFFIXES = frozenset(
     {'.png', '.jpg', '.jpeg', '.webp', '.gif', '.bmp', '.tif', '.tiff', '.avif', '.jp2'}
 )
+KEYS = 'image', 'file_name'  # parts of keys under which other programs name the images of a text
 
 
 def is_image(name: str) -> bool:
@@ -22,14 +23,33 @@ def is_image(name: str) -> bool:
 def image_keys(line: Mapping[str, Any]) -> list[str]:
     """Return the keys of a line, except "text" and "images", whose values name images.
 
-    A value is the name of a file, an object with its bytes or path, as in Hugging Face datasets, or
-    a list of these.
+    A value is the name of a file, an object with only its bytes or path, as in Hugging Face
+    datasets, or a list of these.
     """
     return [
         key
         for key, value in line.items()
         if key not in ('text', 'images') and _names_image(_first(value))
     ]
+
+
+def is_for_images(key: str) -> bool:
+    """Whether other programs name the images of a text under a key, such as file_name."""
+    return any(word in key.lower() for word in KEYS) and key != 'images'
+
+
+def count_images(line: Mapping[str, Any]) -> int:
+    """Return the number of images under the keys of a line other than "images".
+
+    Images are objects as in Hugging Face datasets, and names under keys that are for images: next
+    to a text without images, the name of an image can be a title or a source.
+    """
+    values = (
+        line[key]
+        for key in image_keys(line)
+        if isinstance(_first(line[key]), Mapping) or is_for_images(key)
+    )
+    return sum(len(value) if isinstance(value, list) else 1 for value in values)
 
 
 def contains_images(line: Mapping[str, Any]) -> bool:
@@ -67,6 +87,12 @@ def _first(value: Any) -> Any:
 
 
 def _names_image(value: object) -> bool:
-    if isinstance(value, Mapping):
-        return not {'bytes', 'path'}.isdisjoint(value)
-    return isinstance(value, str) and is_image(value)
+    if isinstance(value, str):
+        return is_image(value)
+    if not isinstance(value, Mapping) or not value.keys() <= {'bytes', 'path'}:
+        return False
+    data, path = value.get('bytes'), value.get('path')
+    if not data:
+        return isinstance(path, str) and is_image(path)
+    kinds = {'', *SUFFIXES}
+    return isinstance(data, (str, bytes)) and PurePosixPath(path or '').suffix.lower() in kinds

@@ -7,7 +7,7 @@ from typing import Any
 from megajax.base.errors import mistake
 from megajax.runtime.data.sources.contents import check_parquet
 from megajax.runtime.data.sources.decompress import open_input
-from megajax.runtime.data.sources.image_keys import MARKER
+from megajax.runtime.data.sources.image_keys import MARKER, is_for_images, is_image
 from megajax.runtime.data.sources.inputs import Input, optional, unreadable
 from megajax.runtime.data.sources.parse import IMAGES, TEXT, Fixes
 from megajax.runtime.data.sources.pieces import UNIT, InputPiece, Position
@@ -103,21 +103,24 @@ def _texts(file: Any, key: str, start: int) -> Iterator[tuple[bytes | None, int]
     """Yield the texts from a row on, each with the number of images of its row."""
     first = 0
     columns = [key, IMAGES] if key == TEXT and _lists_images(file.schema_arrow) else [key]
-    has_others = key == TEXT and _has_images(file.schema_arrow)
+    named, has_images = _images_of(file.schema_arrow) if key == TEXT else ([], False)
     for group in range(file.num_row_groups):
         rows = file.metadata.row_group(group).num_rows
         if start < first + rows:
             for batch in file.iter_batches(
-                batch_size=256, row_groups=[group], columns=columns, use_threads=False
+                batch_size=256, row_groups=[group], columns=[*columns, *named], use_threads=False
             ):
                 found = dict(zip(batch.schema.names, batch.columns, strict=True))
-                # as bytes, so that the worker can report which row is not UTF-8
-                texts = found[key].cast('large_string').cast('large_binary').to_pylist()
+                texts, *names = (_bytes_of(found[name]) for name in (key, *named))
                 counts = [0] * len(texts)
                 if IMAGES in columns:
                     counts = found[IMAGES].value_lengths().fill_null(0).to_pylist()
-                elif has_others:
-                    counts = [int(text is not None and MARKER.encode() in text) for text in texts]
+                elif named or has_images:
+                    by_row = list(zip(*names, strict=True)) or [()] * len(texts)
+                    counts = [
+                        _count(text, each, has_images=has_images)
+                        for text, each in zip(texts, by_row, strict=True)
+                    ]
                 yield from list(zip(texts, counts, strict=True))[max(start - first, 0) :]
                 first += len(texts)
         else:
@@ -131,13 +134,38 @@ def _lists_images(schema: Any) -> bool:
     return kind is not None and (types.is_list(kind) or types.is_large_list(kind))
 
 
-def _has_images(schema: Any) -> bool:
-    """Whether a Parquet file has a column of images as Hugging Face datasets has it."""
+def _images_of(schema: Any) -> tuple[list[str], bool]:
+    """Return the columns that may name images, and whether a column contains the images.
+
+    It contains them in the form of Hugging Face datasets.
+    """
     types = optional('pyarrow', IMAGES).types
-    return any(
-        field.name == 'image'
-        or (types.is_struct(field.type) and field.type.get_field_index('bytes') >= 0)
-        for field in schema
+
+    def is_bytes(kind: Any) -> bool:
+        return types.is_binary(kind) or types.is_large_binary(kind) or types.is_null(kind)
+
+    def contains(kind: Any) -> bool:
+        if types.is_list(kind) or types.is_large_list(kind):
+            return contains(kind.value_type)
+        fields = {field.name: field.type for field in kind} if types.is_struct(kind) else {}
+        return {'bytes'} <= fields.keys() <= {'bytes', 'path'} and is_bytes(fields['bytes'])
+
+    named = [x.name for x in schema if is_for_images(x.name) and _is_text(x.type)]
+    return named, any(contains(field.type) for field in schema)
+
+
+def _bytes_of(column: Any) -> list[bytes | None]:
+    """Return texts as bytes, so that the worker can report which row is not UTF-8."""
+    found: list[bytes | None] = column.cast('large_string').cast('large_binary').to_pylist()
+    return found
+
+
+def _count(text: bytes | None, names: Sequence[bytes | None], *, has_images: bool) -> int:
+    """Return the number of images of a row; at least 1 if its placeholder has one in a column."""
+    if MARKER.encode() not in (text or b''):
+        return 0
+    return sum(is_image((name or b'').decode(errors='replace')) for name in names) or int(
+        has_images
     )
 
 
@@ -157,8 +185,12 @@ def _check_column(input: Input, key: str, schema: Any, fix: str | None = None) -
             input.path, f'has {count} columns {key!r}; leave only one of them in the file'
         )
     kind = schema.field(key).type
-    types = optional('pyarrow', input.path).types
-    texts = kind.value_type if types.is_dictionary(kind) else kind
-    if str(texts) not in ('string', 'large_string', 'string_view'):
+    if not _is_text(kind):
         fix = fix or 'set --json-key to a column of strings'
         raise mistake(input.path, f'column {key!r} is {kind}, not text; {fix}')
+
+
+def _is_text(kind: Any) -> bool:
+    types = optional('pyarrow', IMAGES).types
+    texts = kind.value_type if types.is_dictionary(kind) else kind
+    return str(texts) in ('string', 'large_string', 'string_view')

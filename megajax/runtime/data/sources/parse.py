@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from megajax.base.errors import Problem
-from megajax.runtime.data.sources.image_keys import MARKER, image_keys
+from megajax.runtime.data.sources.image_keys import MARKER, count_images
 from megajax.runtime.data.sources.pieces import InputPiece
 from megajax.runtime.data.sources.shapes import as_messages
 
@@ -115,8 +115,8 @@ def _parse_line(line: bytes, key: str, place: str, fixes: Fixes) -> str | Proble
     images = document.get(IMAGES)
     if key == TEXT and isinstance(images, list) and images:
         return _with_images(place, len(images), fixes)
-    if key == TEXT and MARKER in text and (others := image_keys(document)):
-        return _with_images(place, len(others), fixes)
+    if key == TEXT and MARKER in text and (count := count_images(document)):
+        return _with_images(place, count, fixes)
     if not text.isascii():
         try:
             text.encode()

@@ -19,6 +19,7 @@ TURNS = f'{{role: ({SPEAKERS}), content: .value}}'
 HISTORY = '((.history // [])[] | {role: "user", content: .[0]}, {role: "assistant", content: .[1]})'
 # The keys of a chat, besides messages and images, that are lists of objects or their JSON.
 OBJECTS = 'tools', 'documents'
+DIALOGS = 'conversation', 'dialog'  # beginnings of the keys of a list of turns
 ALTERNATE = '{role: ["user", "assistant"][.key % 2], content: .value}'
 
 
@@ -31,15 +32,23 @@ def as_messages(document: Mapping[str, Any], place: str) -> str:
     turns = _turns(document)
     if not turns:
         return ''
-    if contains_images(document):
+    others = {key: value for key, value in document.items() if not _is_said(key, value)}
+    if contains_images(others):
         return images_to_files(place)
     keys = [f'messages: {turns}', *(_kept(document, key) for key in OBJECTS if key in document)]
     if 'images' in document:
         keys.append('images')
-    elif images := image_keys(document):
+    elif images := image_keys(others):
         keys.append(f'images: {listed(document, images)}')
     program = ', '.join(filter(None, keys))
     return f'for a chat, write messages: {jq(f"{{{program}}}", place)}'
+
+
+def _is_said(key: str, value: object) -> bool:
+    """Whether a value is words or documents of a chat, although it may look like an image."""
+    words = {*QUESTIONS, *ANSWERS, *CONTEXTS, *SYSTEMS, *TEXTS}
+    is_words = isinstance(value, str) and key in words
+    return is_words or key in OBJECTS or key.startswith(DIALOGS)
 
 
 def as_prompt(document: Mapping[str, Any], place: str) -> str:
@@ -66,7 +75,7 @@ def _listed_turns(document: Mapping[str, Any]) -> str:
             return f'(.{key} + .{answer})' if together else f'.{key}'
         if isinstance(first, dict) and {'from', 'value'} <= first.keys():
             return f'[.{key}[] | {TURNS}]'
-        is_said = isinstance(first, str) and key.startswith(('conversation', 'dialog'))
+        is_said = isinstance(first, str) and key.startswith(DIALOGS)
         if is_said and all(isinstance(said, str) for said in value):
             return f'[.{key} | to_entries[] | {ALTERNATE}]'
     return ''
