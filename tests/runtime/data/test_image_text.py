@@ -357,6 +357,25 @@ def test_text_next_to_a_name_that_is_not_an_image_is_text(folder: Path) -> None:
         assert not document.paths
 
 
+@pytest.mark.parametrize(
+    'line',
+    [
+        {'title': 'File:Eiffel.jpg'},
+        {'source': ['scans/1.png', 'scans/2.png']},
+        {'name': 'a' * 300 + '.png'},
+        {'name': '\0.png'},
+    ],
+)
+def test_names_of_images_that_are_elsewhere_are_counted_in_a_warning(
+    folder: Path, line: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(folder, {'text': 'a', 'images': []}, *[{'text': 'a', **line}] * 2)
+    assert not any(document.paths for document in documents(path))
+    (said,) = caplog.messages
+    assert '2 lines name images under a key that is not read' in said
+    assert f'such as {path}:2 under {next(iter(line))};' in said
+
+
 def test_a_picture_that_breaks_off_is_refused_when_its_row_is_read_ahead(folder: Path) -> None:
     data = (folder / 'a.png').read_bytes()
     (folder / 'cut.png').write_bytes(data[: len(data) // 2])

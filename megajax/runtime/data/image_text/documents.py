@@ -1,5 +1,6 @@
 """Documents with images: text is tokenized at once, images are decoded for each batch."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,13 +10,15 @@ import numpy as np
 from megajax.base.errors import mistake, problems_at
 from megajax.runtime.data.image_rows import ImageDocument, RowShape
 from megajax.runtime.data.image_text.chat import Chat
-from megajax.runtime.data.image_text.lines import pieces_of, pieces_of_text
-from megajax.runtime.data.image_text.turns import Vocabulary
+from megajax.runtime.data.image_text.lines import pieces_of, pieces_of_text, unread_images
+from megajax.runtime.data.image_text.turns import Vocabulary, short
 from megajax.runtime.data.images import inside, read_image, read_size
 from megajax.runtime.data.patches import Grid
 from megajax.runtime.data.sources.objects import read_objects
 from megajax.runtime.data.text.pieces import Piece
 from megajax.runtime.data.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,8 +56,12 @@ def read_documents(
     documents together.
     """
     vocabulary = _vocabulary(shape, tokenizer)
+    unread, first = 0, ''
     for place, line in read_objects(path):
         pieces = pieces_of(line, vocabulary, chat, place)
+        if vocabulary.sees and (keys := unread_images(line)):
+            unread += 1
+            first = first or f'{place} under {short(", ".join(keys))}'
         paths = [
             inside(path.parent, piece.image, place=place)
             for piece in pieces
@@ -68,6 +75,12 @@ def read_documents(
         with problems_at(place):
             tokens, answered = _encode(pieces, grids, shape, tokenizer, is_begun=is_begun)
         yield FileDocument(place=place, tokens=tokens, answered=answered, paths=paths, grids=grids)
+    if unread:
+        logger.warning(
+            'data.corpus: %s lines name images under a key that is not read, such as %s; the model '
+            'sees only the text; to show it the images, list their files in "images"',
+            *(f'{unread:,}', first),
+        )
 
 
 def encode_prompt(

@@ -11,6 +11,7 @@ tables, whose lists cannot have entries of different types.
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from megajax.runtime.data.image_text.chat import Chat, Message, Request, are_parts
@@ -26,6 +27,7 @@ from megajax.runtime.data.sources.image_keys import (
     MARKER,
     as_images,
     contains_images,
+    has_files,
     image_keys,
 )
 from megajax.runtime.data.sources.shapes import OBJECTS, as_messages
@@ -77,9 +79,10 @@ def pieces_of_text(line: dict[str, Any], vocabulary: Vocabulary, place: str) -> 
     if not isinstance(text, str):
         refuse(place, f'"text" is {short(text)}, not a text')
     _check(text, place)
-    if vocabulary.sees and 'images' not in line and (keys := image_keys(line)):
+    keys = unread_images(line) if vocabulary.sees else []
+    if keys and (MARKER in text or has_files(line, keys, Path(place).parent)):
         fault = f'names images under {short(", ".join(keys))}, which is not read'
-        fix = 'give "images": [] to train on the text alone, or '
+        fix = 'give "images": [] to train on the text alone, or ' if MARKER not in text else ''
         refuse(place, fault, fix + as_images(line, keys, place))
     texts = text.split(MARKER) if vocabulary.sees else [text]
     if len(texts) - 1 != len(images):
@@ -89,6 +92,12 @@ def pieces_of_text(line: dict[str, Any], vocabulary: Vocabulary, place: str) -> 
         around = [Piece(token=vocabulary.special[token]) for token in _around(vocabulary)]
         pieces += [*around[:1], Piece(image=name), *around[1:], Piece(text=after, answered=True)]
     return pieces
+
+
+def unread_images(line: dict[str, Any]) -> list[str]:
+    """Return the keys under which a line with a "text" and no "images" names images."""
+    is_text = line.get('text') is not None and line.get('images') is None
+    return image_keys(line) if is_text else []
 
 
 def _parsed(value: object) -> Any:

@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import PurePosixPath
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megajax.runtime.data.sources.commands import images_to_files, jq
@@ -59,6 +60,12 @@ def contains_images(line: Mapping[str, Any]) -> bool:
     )
 
 
+def has_files(line: Mapping[str, Any], keys: Sequence[str], folder: Path) -> bool:
+    """Whether a key of a line has an image itself, or the name of a file that is in a folder."""
+    firsts = [_first(line[key]) for key in keys]
+    return any(not isinstance(first, str) or _is_file(folder / first) for first in firsts)
+
+
 def as_images(line: Mapping[str, Any], keys: Sequence[str], place: str) -> str:
     """Return the fix for a line with a text and the names of its images under `keys`.
 
@@ -96,3 +103,9 @@ def _names_image(value: object) -> bool:
         return isinstance(path, str) and is_image(path)
     kinds = {'', *SUFFIXES}
     return isinstance(data, (str, bytes)) and PurePosixPath(path or '').suffix.lower() in kinds
+
+
+def _is_file(path: Path) -> bool:
+    with suppress(OSError, ValueError):  # a name that is too long, or has a NUL
+        return path.is_file()
+    return False
