@@ -148,6 +148,19 @@ def test_images_that_no_line_names_are_counted_in_a_warning(
     assert 'no line names an image, so the 2 images of the folder are not used' in caplog.text
 
 
+@pytest.mark.parametrize('kind', ['lines', 'pages'])
+def test_images_with_the_names_of_texts_that_are_no_captions_are_counted_in_a_warning(
+    folder: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in 'ab':
+        suffix = {'lines': 'txt', 'pages': 'md'}[kind]
+        (folder / f'{name}.{suffix}').write_text(f'what {name} shows ' * 20)
+    if kind == 'lines':
+        write(folder, *[{'text': 'a line', 'images': []}] * 20)
+    load_data(config(folder))
+    assert 'no line names an image, so the 2 images of the folder are not used' in caplog.text
+
+
 def test_a_chat_template_writes_the_turns(folder: Path, tmp_path: Path) -> None:
     write(folder, *[{'messages': TURNS, 'images': ['a.png']}] * 2)
     (tmp_path / 'chat.jinja').write_text(CHAT)

@@ -38,6 +38,7 @@ Progress = Callable[[], object]  # is called again and again while a corpus is r
 # corpus follows.
 LINES_OF = 'lines of '
 BETWEEN_CALLS = 1000  # number of documents between two calls that report progress
+CAPTION_SUFFIXES = '.txt', '.caption', '.json'  # of the files with the caption of an image
 # The program that writes the images of a folder, and their captions, as JSON lines.
 CAPTIONS = (
     'python -c "import json, pathlib; '
@@ -236,14 +237,20 @@ def files_of(corpus: str) -> list[tuple[Path, str]]:
 def check_unused_images(corpus: str) -> None:
     """Log that the images in the folder of a corpus are not used.
 
-    Raises ConfigError if most of its text files have an image of the same name, as captions have.
+    Raises ConfigError if the documents are text files and most of them have an image of the same
+    name, as captions have.
     """
     files, unread = find_corpus(corpus)
     names = {PurePosixPath(name) for name in (*unread, *(file.name for file in files))}
     images = {name.with_suffix(''): name for name in names if is_image(name.name)}
     texts = sorted(names - {*images.values()})
-    captions = [x for x in texts if x.suffix[1:].isalnum() and x.with_suffix('') in images]
-    if images and 2 * len(captions) <= len(texts):
+    captions = [
+        name
+        for name in texts
+        if name.suffix.lower() in CAPTION_SUFFIXES and name.with_suffix('') in images
+    ]
+    are_texts = all(file.format == 'text' for file in files)
+    if images and not (are_texts and 2 * len(captions) > len(texts)):
         logger.warning(
             'data.corpus: %s: no line names an image, so the %s images of the folder are not used',
             *(corpus, f'{len(images):,}'),
@@ -254,7 +261,8 @@ def check_unused_images(corpus: str) -> None:
         raise mistake(
             'data.corpus',
             f'{corpus!r} has an image for {len(captions):,} of its texts, such as {image} for '
-            f'{text}, and only JSON lines show images to the model; write them in the folder: '
+            f'{text}, and only JSON lines show images to the model; to train on the text alone, '
+            'move the images out of the folder; to train on both, write JSON lines in the folder: '
             f'{CAPTIONS.format(text=text.suffix, images=sorted(kinds))}',
         )
 
