@@ -321,8 +321,8 @@ def _split(names: Sequence[str], split: str) -> tuple[list[str], list[str]]:
 
 
 def _with_resume(problem: Problem) -> Problem:
-    fix = 'and resume with run.allow_changed_data=true'
-    return replace(problem, message=f'{problem.message}, {fix}')
+    fix = 'a run that resumes with a different file needs run.allow_changed_data=true'
+    return replace(problem, message=f'{problem.message} ({fix})')
 
 
 def _fingerprints(corpus: str, documents: dict[str, FileDocument]) -> dict[str, str]:
