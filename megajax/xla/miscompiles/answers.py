@@ -27,20 +27,35 @@ _IRRELEVANT = (
     '--xla_gpu_kernel_cache_file',
     '--xla_gpu_enable_llvm_module_compilation_parallelism',
 )
-# Options of jax that change a program, with jax's defaults.
+# Options of jax that change a program, with jax's defaults; not every jax has each of them.
 _OPTIONS: dict[str, Any] = {
+    'jax_accurate_erf_inv': False,
+    'jax_auto_pcast': True,
     'jax_compiler_enable_remat_pass': True,
+    'jax_custom_jvp3': False,
+    'jax_custom_vjp3': False,
     'jax_default_matmul_precision': None,
     'jax_default_prng_impl': 'threefry2x32',
+    'jax_enable_pgle': False,
     'jax_enable_x64': False,
     'jax_exec_time_optimization_effort': 0.0,
     'jax_memory_fitting_effort': 0.0,
     'jax_memory_fitting_level': 'O2',
     'jax_optimization_level': 'UNKNOWN',
+    'jax_ragged_dot_use_gpu_pallas_triton_lowering': False,
     'jax_ragged_dot_use_ragged_dot_instruction': True,
+    'jax_remat3': False,
+    'jax_remat_barrier_no_cotangents': False,
+    'jax_remove_size_one_mesh_axis_from_type': False,
+    'jax_scan3': False,
+    'jax_softmax_custom_jvp': False,
+    'jax_threefry_gpu_kernel_lowering': False,
     'jax_threefry_partitionable': True,
+    'jax_use_direct_linearize': True,
+    'jax_use_hlo_logistic_lowering': None,
     'jax_use_shardy_partitioner': True,
     'jax_use_simplified_jaxpr_constants': False,
+    'jax_xla_profile_version': 0,
 }
 _FIELDS = {'is_faulty', 'workaround', 'why'}
 Identity = dict[str, Any]

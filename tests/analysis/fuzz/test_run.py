@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-import jax
 import pytest
 from runs import gone
 from support import disk_full_at
@@ -29,6 +28,7 @@ from megajax.base.source import PACKAGE
 from megajax.core.config import ConfigError
 from megajax.core.hardware.targets import has_compiler
 from megajax.runtime.processes.signals import STOPS
+from megajax.xla.miscompiles import answers
 
 
 def case(number: int, verdict: str = 'right', **updates: object) -> Case:
@@ -91,11 +91,19 @@ def test_another_flag_is_another_compiler_and_one_that_changes_no_program_is_not
     assert made_by('b200')['compiler'] != made_by('h100')['compiler']
 
 
-def test_another_option_of_jax_is_another_compiler():
-    before = made_by('h100')
-    with jax.default_matmul_precision('highest'):
-        assert made_by('h100')['compiler'] != before['compiler']
-    assert made_by('h100') == before
+MADE_BY = "from megajax.analysis.fuzz.run import made_by; print(made_by('h100')['compiler'])"
+
+
+@pytest.mark.parametrize('variable', ['JAX_DEFAULT_MATMUL_PRECISION=highest', 'JAX_REMAT3=1'])
+def test_another_option_of_jax_is_another_compiler(variable):
+    """The processes that compile the steps take it from the environment."""
+    assert 'options' not in answers.compiler('h100')
+    name, _, value = variable.partition('=')
+    environment = os.environ | {name: value}
+    done = subprocess.run(
+        [sys.executable, '-c', MADE_BY], env=environment, capture_output=True, text=True
+    )
+    assert done.stdout.strip() not in ('', made_by('h100')['compiler'])
 
 
 def test_a_compiler_that_was_installed_anew_is_no_other(tmp_path, monkeypatch):
