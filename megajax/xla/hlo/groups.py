@@ -22,7 +22,7 @@ def device_groups(instruction: Instruction, num_devices: int) -> Groups:
     instruction without groups.
     """
     groups = _written(instruction, num_devices)
-    return _with_partitions(groups, num_devices) if _is_of_replicas(instruction) else groups
+    return _with_partitions(groups, num_devices) if is_of_replicas(instruction) else groups
 
 
 def _written(instruction: Instruction, num_devices: int) -> Groups:
@@ -41,7 +41,7 @@ def _written(instruction: Instruction, num_devices: int) -> Groups:
     raise HloError(f'no replica groups: {instruction.line}')
 
 
-def _is_of_replicas(instruction: Instruction) -> bool:
+def is_of_replicas(instruction: Instruction) -> bool:
     """Return whether a collective joins all partitions of the replicas in its groups."""
     return (
         kind_of(instruction) in ('all-reduce', 'all-gather', 'reduce-scatter')

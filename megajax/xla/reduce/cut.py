@@ -10,7 +10,7 @@ from jax._src.lib import hlo  # type: ignore[attr-defined]
 from megajax.xla.emulate.last_module import full_text
 from megajax.xla.emulate.shapes import joined, split
 from megajax.xla.hlo.errors import HloError
-from megajax.xla.hlo.groups import device_groups
+from megajax.xla.hlo.groups import device_groups, is_of_replicas
 from megajax.xla.hlo.program import Computation, Instruction, Program
 
 # Instructions without operands: they cost as much as the parameter that would replace them.
@@ -233,6 +233,9 @@ def _line(program: Program, instruction: Instruction, *, is_root: bool) -> str:
 
 
 def _groups(collective: Instruction, num_devices: int) -> str:
-    """Return the groups as lists: XLA's converter to StableHLO loses the order of mesh axes."""
+    """Return the groups as lists of devices: XLA's converter to StableHLO loses the order of mesh
+    axes.
+    """
     groups = ','.join(f'{{{joined(group)}}}' for group in device_groups(collective, num_devices))
-    return f'replica_groups={{{groups}}}'
+    of_devices = ', use_global_device_ids=true' if is_of_replicas(collective) else ''
+    return f'replica_groups={{{groups}}}{of_devices}'

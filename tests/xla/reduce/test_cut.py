@@ -85,6 +85,14 @@ def test_a_single_result_is_the_root_and_keeps_its_path_and_its_groups():
     assert 'stack_frame_id' not in text
 
 
+@pytest.mark.parametrize('replicas', ['{{0}}', '{}'])
+def test_a_group_of_replicas_is_written_as_one_of_devices(replicas):
+    """XLA would read the devices in it as replicas."""
+    written = CHAIN.replace('[1,2]<=[2]', replicas).replace('use_global_device_ids=true, ', '')
+    found, expected = (cut(text, 'gathered').text() for text in (written, CHAIN))
+    assert sorted(found.split(', ')) == sorted(expected.split(', '))
+
+
 def test_without_an_instruction_its_value_is_a_parameter_and_a_removed_result_its_operands():
     part = cut(CHAIN, 'sum', 'sine', 'gathered', 'doubled')
     assert opcodes(part._replace(results=('doubled',)).without(['sine']).text()) == [
