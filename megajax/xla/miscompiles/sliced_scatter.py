@@ -41,13 +41,13 @@ def _is_other_slice(program: Program, operand: Place, reduction: Instruction) ->
     if trace(program, sliced.operand(0), through=_CONVERT).instruction.opcode != 'scatter':
         return False
     starts = [sliced.operand(index) for index in range(1, len(sliced.instruction.operands))]
-    groups = _groups(reduction)
+    groups = _groups(reduction, program.num_devices)
     return any(_differs(program, start, group) for start in starts for group in groups)
 
 
-def _groups(reduction: Instruction) -> tuple[tuple[int, ...], ...]:
+def _groups(reduction: Instruction, num_devices: int) -> tuple[tuple[int, ...], ...]:
     try:
-        return device_groups(reduction, 1)
+        return device_groups(reduction, num_devices)
     except HloError:
         return ()
 

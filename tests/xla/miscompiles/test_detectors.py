@@ -24,6 +24,8 @@ from megajax.xla.miscompiles.split_cycles import SPLIT_CYCLES
 from . import texts
 
 DOUBLE = texts.small_dot(16_385, 3)  # of fp64 it is too much, of fp32 not
+# the sum over all partitions of the only replica
+SUMMED = texts.scatter('{{0}}').replace('HloModule m', 'HloModule m, num_partitions=4')
 PRODUCTS = texts.products('layers/dot')
 REPEATED = 'f32[2,8,4]{2,1,0} broadcast(%x), dimensions={1,2}'
 IN_RANGE = 'compare(%number, %end), direction=LT'
@@ -41,6 +43,7 @@ WRONG = [
     (DOUBLE_MATMUL, texts.power_iteration('%x')),
     (DOUBLE_MATMUL, texts.power_iteration('%again')),
     (SLICED_SCATTER, texts.scatter('{{0,2},{1,3}}')),
+    (SLICED_SCATTER, SUMMED.replace('use_global_device_ids=true, ', '')),
     (SMALL_DOT, texts.small_dot(32_769, 3)),
     (SMALL_DOT, texts.small_dot(40_000, 2)),
     (SMALL_DOT, DOUBLE.replace('f32', 'f64')),
