@@ -34,7 +34,7 @@ KEYS = {
 }  # keys of `mesh` whose name differs from their axis
 # boolean settings of jax, the value that a step needs, and the reason
 SETTINGS = (
-    ('jax_enable_x64', False, 'no number of a step has 64 bits'),
+    ('jax_enable_x64', False, 'a step computes in at most 32 bits'),
     ('jax_threefry_partitionable', True, 'dropout masks would depend on the mesh'),
 )
 HOST_BYTES = 256  # maximum length of a host's name in bytes
@@ -43,7 +43,11 @@ NVIDIA = '/dev/nvidia0', '/dev/nvidiactl', '/dev/dxg'
 
 
 def mesh_for(config: Config) -> Mesh:
-    """Return the mesh of `config.mesh`; see `make_mesh`."""
+    """Return the mesh of `config.mesh`; see `make_mesh`.
+
+    Also raises ConfigError if jax has a setting that a step does not support.
+    """
+    _check_settings()
     mesh = config.mesh
     return make_mesh(**mesh.sizes, cross_hosts=mesh.allow_model_across_hosts)
 
@@ -90,9 +94,11 @@ def check_is_config(config: object) -> None:
 def check_current_mesh(config: Config) -> None:
     """Raise ConfigError unless `config` is a config and the current mesh is the config's.
 
-    The mesh may have more axes, which are not in AXES or have size 1.
+    The mesh may have more axes, which are not in AXES or have size 1. Also raises ConfigError if
+    jax has a setting that a step does not support.
     """
     check_is_config(config)
+    _check_settings()
     wanted, current = axis_sizes(**config.mesh.sizes), jax.sharding.get_abstract_mesh().shape
     needed = {axis for axis in AXES if axis in ALWAYS or current.get(axis, 1) > 1}
     if wanted == {axis: size for axis, size in current.items() if axis in needed}:
@@ -108,12 +114,10 @@ def check_current_mesh(config: Config) -> None:
 
 
 def mesh_of(devices: Sequence[Any], sizes: Mapping[str, int]) -> Mesh:
-    """Return a mesh of these devices with Explicit axes.
+    """Return a mesh of these devices, which may be abstract, with Explicit axes.
 
-    The devices may be abstract (`core/hardware/targets.py`). Raises ConfigError if jax has a
-    setting that a step does not support.
+    `core/hardware/targets.py` makes abstract devices.
     """
-    _check_settings()
     grid = np.array(devices).reshape(*sizes.values())
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes))
 

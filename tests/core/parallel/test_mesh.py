@@ -20,6 +20,7 @@ from megajax.core.parallel.mesh import (
     is_simulated,
     left_idle,
     make_mesh,
+    mesh_for,
 )
 
 
@@ -247,8 +248,16 @@ def test_the_data_shards_in_a_message_count_those_that_share_experts() -> None:
 def test_a_setting_of_jax_that_no_step_supports_is_named(
     setting: AbstractContextManager[None], said: str
 ) -> None:
+    config = megajax.load('tiny', ['mesh.data=1', 'mesh.model=1'])
+    mesh = jax.make_mesh((1, 1), ('data', 'model'), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        check_current_mesh(config)
+        with setting, pytest.raises(ConfigError, match=said):
+            check_current_mesh(config)
     with setting, pytest.raises(ConfigError, match=said):
-        make_mesh()
+        mesh_for(config)
+    with setting:
+        make_mesh()  # which may be for another program
 
 
 def test_a_setting_that_this_jax_does_not_have_is_not_checked(
@@ -256,7 +265,7 @@ def test_a_setting_that_this_jax_does_not_have_is_not_checked(
 ) -> None:
     settings = *SETTINGS, ('jax_removed', True, 'a later jax has no such setting')
     monkeypatch.setattr('megajax.core.parallel.mesh.SETTINGS', settings)
-    make_mesh()
+    mesh_for(megajax.load('tiny', ['mesh.data=1', 'mesh.model=1']))
 
 
 @pytest.mark.parametrize(
