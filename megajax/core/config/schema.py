@@ -239,7 +239,11 @@ def _check_patience(value: Any) -> Any:
 
 
 class RunConfig(Section):
-    """The run's directory, and how the run starts and ends."""
+    """The run's directory, and how the run starts and ends.
+
+    `dir`, `resume` and `allow_changed_data` are for one start: the `config.yaml` that the run
+    writes to its directory does not keep them.
+    """
 
     dir: Folder | None = None
     """Directory of the run; a run in it resumes. null: a new directory in runs/."""
@@ -248,8 +252,7 @@ class RunConfig(Section):
     resume: Literal['auto', 'must', 'never'] = 'auto'
     """Resume from the newest checkpoint in `dir`: if there is one (auto), always (must), never."""
     allow_changed_data: bool = False
-    """Resume once even if the corpus has changed since the checkpoint. The config.yaml that the run
-    writes to its folder does not keep this key."""
+    """Resume once even if the corpus has changed since the checkpoint."""
     max_minutes: Minutes | None = None
     """Time after which to save a checkpoint and exit, for example before a queue's time limit."""
     compile_cache: Folder = 'auto'

@@ -92,7 +92,7 @@ def train(
     Processes find each other through the environment (`megajax launch`, Slurm, Kubernetes). Unless
     `run.dir` is set, a new run directory is created and named after `name`. If `run.dir` holds an
     interrupted run, that run is resumed. `optimizer` is as in `make_train_step`; give it again to
-    resume. Signals stop the run only if it is in the main thread.
+    resume. Signals stop a run in one process only if it is in the main thread.
 
     Raises RunError, which contains the exit code of the command: ConfigError if the machine, the
     data or the run directory does not fit the config, CheckpointError or NumericError if the run

@@ -1,12 +1,14 @@
 """An override changes a recorded config as it changes the config that the run was started with."""
 
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
 from megajax.core.config import Config, dump, load, reload
-from megajax.core.config.schema import SECTIONS
+from megajax.core.config.recorded import OF_START
+from megajax.core.config.schema import SECTIONS, RunConfig
 
 BASE = (
     'model: {num_layers: 2, hidden_size: 64, num_heads: 4, vocab_size: 1000, max_seq_len: 1024}\n'
@@ -112,6 +114,11 @@ def test_a_copied_config_does_not_name_the_run_that_it_is_a_copy_of(
     assert load(run) == load(base, [own, 'run.max_minutes=5'])
     shutil.copytree(run.parent, tmp_path / 'copy')
     assert load(tmp_path / 'copy/config.yaml') == load(base, ['run.max_minutes=5'])
+
+
+def test_the_documentation_of_run_names_the_keys_that_its_config_does_not_keep() -> None:
+    about = (RunConfig.__doc__ or '').partition(': the `config.yaml`')[0].partition('\n\n')[2]
+    assert {*re.findall(r'`(\w+)`', about)} == {*OF_START}
 
 
 @pytest.mark.parametrize(
