@@ -31,12 +31,11 @@ def check_replaced(folder: Path) -> None:
     found = [name for name in REPLACED if exists(folder / name, 'run.dir')]
     if not found or is_written_by_run(folder):
         return
-    fix = typed_override('run.dir', folder / 'run')
-    if CONFIG in found:
-        fix = f'megajax train {typed(folder / CONFIG)} {typed_override("run.dir", folder / "run")}'
+    fix = [f'megajax train {typed(folder / CONFIG)}'] if CONFIG in found else []
+    fix += [typed_override('run.dir', folder / 'run')]
     message = (
         f'{folder} has files that no run has written and that this run would replace: '
-        f'{", ".join(found)}; use a new folder, for example {fix}'
+        f'{", ".join(found)}; use a new folder, for example {" ".join(fix)}'
     )
     raise mistake('run.dir', message)
 
