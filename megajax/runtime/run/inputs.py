@@ -17,13 +17,16 @@ from megajax.core.config.load import CONFIG
 from megajax.core.config.overrides import typed_override
 from megajax.core.config.recorded import OF_START, is_written_by_run
 from megajax.core.config.schema import RunConfig
-from megajax.runtime.checkpoint.hf_files import FOLDER, Companions
+from megajax.runtime.checkpoint.hf_files import COMPANIONS, FOLDER, OURS, TEMPLATES, Companions
 from megajax.runtime.checkpoint.record import TOKENIZER
 from megajax.runtime.data import Tokenizer
 from megajax.runtime.data.text.token_names import CONFIG as NAMES
 
-# Files and folders whose contents a run without a checkpoint replaces.
-REPLACED = CONFIG, TOKENIZER, NAMES, FOLDER, 'metrics.jsonl', 'samples.jsonl'
+# What a run without a checkpoint replaces. Other files in the folder of companions stay.
+REPLACED = (
+    *(CONFIG, TOKENIZER, NAMES, 'metrics.jsonl', 'samples.jsonl'),
+    *(f'{FOLDER}/{name}' for name in (*COMPANIONS, *OURS, TEMPLATES)),
+)
 
 
 def check_replaced(folder: Path) -> None:

@@ -79,21 +79,32 @@ def test_a_failed_start_does_not_make_a_users_later_files_those_of_a_run(tmp_pat
         pass
 
 
+def test_the_cache_of_hugging_face_in_a_folder_is_not_replaced(tmp_path: Path) -> None:
+    cached = tmp_path / 'huggingface/hub/version.txt'
+    cached.parent.mkdir(parents=True)
+    cached.write_text('mine')
+    with opened_folder(tiny(run={'dir': str(tmp_path)}), 'a'):
+        write_inputs(tmp_path, tiny(), None, Companions())
+    assert cached.read_text() == 'mine'
+
+
 @pytest.mark.parametrize('name', REPLACED)
 def test_a_file_that_no_run_has_written_is_not_replaced(name: str, tmp_path: Path) -> None:
-    own = tmp_path / 'my run' / name
-    own.parent.mkdir()
+    run = tmp_path / 'my run'
+    own = run / name
+    own.parent.mkdir(parents=True)
     own.write_text('mine')
-    start = opened_folder(tiny(run={'dir': str(own.parent)}), 'a')
+    start = opened_folder(tiny(run={'dir': str(run)}), 'a')
     files = f'has files that no run has written and that this run would replace: {name}; use a new'
     with pytest.raises(ConfigError, match=rf'^run\.dir: .* {re.escape(files)}') as raised, start:
         pass
-    assert contents(own.parent) == {name: b'mine'}
+    assert own.read_text() == 'mine'
+    assert [path for path in run.rglob('*') if path.is_file()] == [own]
     *command, override = shlex.split(str(raised.value).rpartition('for example ')[2])
     assert command == (['megajax', 'train', str(own)] if name == 'config.yaml' else [])
     new = tiny(run={'dir': override.removeprefix('run.dir=')})
     with opened_folder(new, 'a') as folder:
-        assert folder == own.parent / 'run'
+        assert folder == run / 'run'
 
 
 def test_the_folder_of_a_run_that_was_killed_or_lost_its_lock_is_taken(tmp_path: Path) -> None:
