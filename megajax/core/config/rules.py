@@ -242,11 +242,12 @@ def _replay(config: 'Config') -> Iterator[Problem]:
 
 
 def _data(config: 'Config') -> Iterator[Problem]:
-    if config.data.blend and config.data.corpus != type(config.data).model_fields['corpus'].default:
+    default = type(config.data).model_fields['corpus'].default
+    if config.data.blend and config.data.corpus != default:
         message = (
             f'{config.data.corpus} cannot be combined with data.blend='
-            f'{", ".join(config.data.blend)}; set only one of them; data.corpus=stdlib '
-            'or data.blend={} overrides the one in the file'
+            f'{", ".join(config.data.blend)}; set only one of them (to remove the one that a file '
+            f'sets, add data.corpus={default} or data.blend={{}})'
         )
         yield Problem('data.corpus', message, others=('data.blend',))
     try:

@@ -475,3 +475,14 @@ def test_a_recorded_schedule_that_never_decays_is_constant() -> None:
     assert (optim.schedule, optim.lr, optim.warmup_steps) == ('constant', low, 10)
     with pytest.raises(ConfigError, match=r'=0.003: optim.schedule: cosine has no effect'):
         reload(stored, ['optim.lr=3e-3', 'optim.min_lr=0.003'], place='record.json')
+
+
+def test_both_fixes_for_a_corpus_and_a_blend_in_a_file_are_valid(tmp_path: Path) -> None:
+    file = tmp_path / 'both.yaml'
+    file.write_text(dump(load('tiny')).replace('blend: {}', 'blend: {web: 1.0}'))
+    with pytest.raises(ConfigError, match='set only one of them') as raised:
+        load(file, ['data.corpus=mine'])
+    fixes = re.findall(r'data\.\w+=[^ )]+', str(raised.value).partition(', add ')[2])
+    assert fixes == ['data.corpus=stdlib', 'data.blend={}']
+    for fix in fixes:
+        load(file, ['data.corpus=mine', fix])
