@@ -43,11 +43,9 @@ def without_start(written: Settings, folder: Path) -> Settings:
 
 def without_old_corpus(written: Settings, overridden: Settings) -> Settings:
     """Return the recorded settings without the corpus or blend that an override replaces."""
-    replaced = set[str]()
-    if 'data.corpus' in overridden and 'data.blend' not in overridden:
-        replaced = {'data.blend'}
-    elif 'data.corpus' not in overridden and 'data.blend' in overridden:
-        replaced = {'data.corpus'} if overridden['data.blend'].value else set()
+    keys = {'data.corpus', 'data.blend'}
+    new = {key for key in keys & overridden.keys() if overridden[key].value}
+    replaced = keys - new if new else set()
     return {key: setting for key, setting in written.items() if key not in replaced}
 
 
@@ -57,11 +55,13 @@ def with_new_defaults(written: Settings, overridden: Settings) -> tuple[Settings
     For example, `model.head_dim` follows from `model.hidden_size` again. A recorded value that
     differs from its formula was set by the user, and stays.
     """
-    kept, changes = dict(written), dict(overridden)
+    if not overridden:
+        return written, overridden
     mistakes: list[Problem] = []
     sections, _ = validate(written, '', mistakes)
-    if mistakes or not overridden:
-        return kept, changes
+    if mistakes:
+        return written, overridden
+    kept, changes = dict(written), dict(overridden)
     for name, section in sections.items():
         for path in _old_defaults(name, section, overridden):
             kept.pop(path, None)
