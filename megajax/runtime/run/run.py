@@ -57,7 +57,7 @@ from megajax.runtime.run.trainer import Trainer
 from megajax.runtime.run.watchdog import Watchdog
 from megajax.runtime.run.watchdog_limits import make_watchdog
 
-# A function that gets the run's folder at its end, and returns a file, or None if it has failed.
+# Called with the run's folder when the run ends; returns a file, or None if it has failed.
 AtEnd = Callable[[Path], Path | None]
 
 
