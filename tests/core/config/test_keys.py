@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 
 from megajax.core.config import ConfigError, load
-from megajax.core.config.keys import keys_in
+from megajax.core.config.keys import formula_keys, keys_in
+from megajax.core.config.layer import RopeScaling
 from megajax.core.config.overrides import KEYS
 from megajax.core.config.schema import SECTIONS
+from megajax.core.config.section import Section
 
 EVERY = {key.path: key for key in keys_in()}
 
@@ -90,3 +92,35 @@ def test_an_unknown_path_is_refused_with_the_nearest_one(path: str, fix: str) ->
 def test_a_group_is_set_as_the_page_says() -> None:
     profile = load('tiny', ['train.profile={start: 10, steps: 3}']).train.profile
     assert (profile.start, profile.steps) == (10, 3)
+
+
+class Read(dict[str, Any]):
+    """The values of a section, and the keys that were read."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        super().__init__(values)
+        self.keys_read = set[str]()
+
+    def __getitem__(self, key: str) -> Any:
+        self.keys_read.add(key)
+        return super().__getitem__(key)
+
+
+ROPE: dict[str, Any] = {'factor': 4.0, 'original_max_seq_len': 16}
+
+
+def test_the_formula_of_a_default_names_the_keys_that_it_is_computed_from() -> None:
+    """An override of one of these keys changes a recorded default."""
+    config = load('tiny_vlm')
+    ropes = [RopeScaling(type=kind, **ROPE) for kind in ('linear', 'yarn', 'longrope')]
+    read = dict[tuple[type[Section], str], set[str]]()
+    for section in filter(None, (config.model, config.vision, *ropes)):
+        for name, field in type(section).model_fields.items():
+            compute: Any = field.default_factory
+            if compute is not None:
+                values = Read(section.__dict__)
+                compute(values)
+                read.setdefault((type(section), name), set()).update(values.keys_read)
+    assert len(read) == 9
+    for (kind, name), keys in read.items():
+        assert {*formula_keys(kind, name)} == keys
