@@ -12,8 +12,10 @@ OF_MACHINE = (
 )
 # A GPU compiler also reports RESOURCE_EXHAUSTED for registers and shared memory.
 _OF_XLA = re.compile('RESOURCE_EXHAUSTED.*(out of memory|failed to allocate)', re.IGNORECASE)
-# What a process prints before it aborts, because it gets no memory or no thread.
-_ABORTED = re.compile(
+# The beginning of what a process prints before it aborts.
+_ABORT = re.compile('Check failed|LLVM ERROR|terminate called')
+# What it prints if it gets no memory or no thread.
+_LACKING = re.compile(
     r'std::bad_alloc|LLVM ERROR: out of memory|Cannot allocate memory'
     r'|pthread_create(\(\))? failed|Resource temporarily unavailable'
 )
@@ -29,5 +31,8 @@ def is_of_machine(error: Exception) -> bool:
 
 def lacked_memory(signal: str, output: str) -> bool:
     """Return whether a signal ended a process with this output because memory ran out."""
-    # the system sends SIGKILL if memory runs out
-    return signal == 'SIGKILL' or (signal == 'SIGABRT' and bool(_ABORTED.search(output)))
+    if signal != 'SIGABRT':
+        return signal == 'SIGKILL'  # the system sends it if memory runs out
+    # Earlier steps may have printed warnings to the same output.
+    last = max((match.start() for match in _ABORT.finditer(output)), default=0)
+    return bool(_LACKING.search(output, last))

@@ -37,7 +37,10 @@ def test_an_error_of_the_system_is_told_by_its_number(number: int, expected: boo
     [
         ('SIGKILL', '', True),
         ('SIGABRT', "terminate called after throwing an instance of 'std::bad_alloc'", True),
-        ('SIGABRT', 'Thread tf_XLAEigen creation via pthread_create() failed.', True),
+        ('SIGABRT', 'Check failed: ret == 0 Thread creation via pthread_create() failed.', True),
+        ('SIGABRT', "Check failed\nterminate called\nwhat(): 'std::bad_alloc'", True),
+        ('SIGABRT', 'pthread_create: Resource temporarily unavailable', True),
+        ('SIGABRT', 'Resource temporarily unavailable\nCheck failed: shape.has_layout()', False),
         ('SIGABRT', 'Check failed: shape.has_layout()', False),
         ('SIGSEGV', 'std::bad_alloc', False),
     ],
