@@ -12,7 +12,7 @@ from megajax.core.model.bert import MaskedHead, OrderHead
 from megajax.core.model.block import Block, parts_of_rows
 from megajax.core.model.computation import IN_FP32, Computation
 from megajax.core.model.cross_attention import CrossAttention, Seen
-from megajax.core.model.dropout import dropout
+from megajax.core.model.dropout import dropout, random_key
 from megajax.core.model.embedding import (
     PositionEmbedding,
     TokenTypeEmbedding,
@@ -292,7 +292,7 @@ def abstract_model(
     """
 
     def make() -> LanguageModel:
-        model = make_model(config, layout, key=jax.random.key(0))
+        model = make_model(config, layout, key=random_key(0))
         for sublayer in (model.layers.attention, model.layers.mlp) if in_fp8 else ():
             sublayer.first.scales, sublayer.second.scales = (
                 nnx.Param(None, declared=SCALES) for _ in range(2)

@@ -19,6 +19,7 @@ from megajax.core.config.one_dimensional import one_dimensional
 from megajax.core.counts.declaration import Parameter
 from megajax.core.model.block import Block
 from megajax.core.model.cross_attention import CrossAttention, CrossBlock
+from megajax.core.model.dropout import random_key
 from megajax.core.model.merged import merged
 from megajax.core.model.parameters import cast_matrices, map_parameters
 from megajax.core.model.shard_copies import copy_encoder
@@ -151,7 +152,7 @@ class Graphs(NamedTuple):
 def graphs(config: Config) -> Graphs:
     """Return the graph definitions of a model's parts."""
     model, layout = without_adapters(config).model, Layout.of(config)
-    decoder = jax.eval_shape(lambda: LanguageModel(model, layout, key=jax.random.key(0)))
+    decoder = jax.eval_shape(lambda: LanguageModel(model, layout, key=random_key(0)))
     blocks = tuple(
         nnx.graphdef(at_place(decoder.layers, index)) for index in range(model.num_layers)
     )
