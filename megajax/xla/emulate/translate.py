@@ -19,6 +19,7 @@ from megajax.xla.emulate.shapes import Shape, joined, shapes, split, without_lay
 from megajax.xla.hlo.errors import HloError
 from megajax.xla.hlo.groups import device_groups
 from megajax.xla.hlo.program import Computation, Instruction, Program
+from megajax.xla.hlo.starts import opcode_of
 from megajax.xla.hlo.transfers import KINDS
 
 # Attributes that say how something is computed, not what. A collective without a channel is a
@@ -100,7 +101,7 @@ class _Translation:
         self.source = instruction
         if instruction.opcode.endswith('-done'):
             self.source = computation.by_name[instruction.operands[0]]
-        self.opcode = self.source.opcode.removesuffix('-start')
+        self.opcode = opcode_of(self.source)
         self.operands = [computation.by_name[name] for name in self.source.operands]
         self.type = without_layouts(instruction.type)
         self.computations: list[str] = []
