@@ -21,7 +21,7 @@ from megajax.runtime.checkpoint.hf_files import TEMPLATE, Companions
 from megajax.runtime.checkpoint.record import read_record
 from megajax.runtime.data.masked import SPECIAL
 from megajax.runtime.data.text.tokenizer import Tokenizer, make_tokenizer
-from megajax.runtime.run.inputs import write_inputs
+from megajax.runtime.run.inputs import REPLACED, foreign_files, write_inputs
 from megajax.runtime.run.lock import run_lock
 
 ADAPTER = '.adapter.'  # follows the linear layer's name in the names of an adapter's matrices
@@ -38,8 +38,15 @@ def prepare(out: Path, config: Config, tokenizer: Path | None = None) -> Prepare
     """Return what a run in `out` needs in addition to its weights.
 
     `tokenizer` is the file that becomes the tokenizer.json of `out`. Raises ConfigError for a
-    tokenizer or a mesh that cannot be used, and for a config with adapters.
+    tokenizer or a mesh that cannot be used, for a config with adapters, and for files in `out` that
+    an import would replace and that no run has written, such as those of a downloaded model.
     """
+    found = foreign_files(out, (*REPLACED, TEMPLATE)) if jax.process_index() == 0 else []
+    if found:
+        raise ConfigError(
+            f'{out} has files that no run has written and that the import would replace: '
+            f'{", ".join(found)}; choose another path'
+        )
     if config.lora is not None:
         raise ConfigError(
             f'lora.rank={config.lora.rank}: an import has no adapters yet; leave lora out, and '

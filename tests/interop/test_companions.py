@@ -245,6 +245,28 @@ def test_an_import_to_a_full_disk_says_so(has_tokenizer: bool, tmp_path: Path) -
     assert not (tmp_path / 'run' / 'checkpoints').exists()
 
 
+@pytest.mark.parametrize('name', ['config.yaml', 'tokenizer_config.json', 'chat_template.jinja'])
+def test_an_import_keeps_the_files_of_other_origin_in_its_folder(name: str, tmp_path: Path) -> None:
+    model, run = write_model(tmp_path / 'in', *FILES), tmp_path / 'run'
+    run.mkdir()
+    (run / name).write_text('mine')
+    message = f'run has files that no run has written .* replace: {name}; choose another path'
+    with pytest.raises(ConfigError, match=message):
+        import_huggingface(model, run)
+    assert [(path.name, path.read_text()) for path in run.iterdir()] == [(name, 'mine')]
+    (run / 'lock').touch()  # an import that failed
+    import_huggingface(model, run)
+
+
+def test_an_import_into_the_folder_of_its_model_keeps_the_model(tmp_path: Path) -> None:
+    model = write_model(tmp_path / 'in', *FILES)
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    message = 'replace: tokenizer.json, tokenizer_config.json, chat_template.jinja; choose another'
+    with pytest.raises(ConfigError, match=message):
+        import_huggingface(model, model)
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == before
+
+
 def test_an_import_writes_its_chat_template_as_a_file_to_train_with(tmp_path: Path) -> None:
     import_huggingface(write_model(tmp_path / 'in', 'tokenizer_config.json'), tmp_path / 'run')
     assert (tmp_path / 'run' / 'chat_template.jinja').read_text() == TEMPLATE

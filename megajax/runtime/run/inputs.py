@@ -3,6 +3,7 @@
 A run's directory may be chosen by the user, so it is first searched for files of other origin.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -31,8 +32,8 @@ REPLACED = (
 
 def check_replaced(folder: Path) -> None:
     """Raise ConfigError if a run in this folder would replace files that no run has written."""
-    found = [name for name in REPLACED if exists(folder / name, 'run.dir')]
-    if not found or is_written_by_run(folder):
+    found = foreign_files(folder, REPLACED, 'run.dir')
+    if not found:
         return
     fix = [f'megajax train {typed(folder / CONFIG)}'] if CONFIG in found else []
     fix += [typed_override('run.dir', folder / 'run')]
@@ -41,6 +42,15 @@ def check_replaced(folder: Path) -> None:
         f'{", ".join(found)}; use a new folder, for example {" ".join(fix)}'
     )
     raise mistake('run.dir', message)
+
+
+def foreign_files(folder: Path, names: Sequence[str], key: str = '') -> list[str]:
+    """Return which of these files are in a folder in which no run has written anything.
+
+    `key` is the key that gives the folder, for an error.
+    """
+    found = [name for name in names if exists(folder / name, key)]
+    return [] if found and is_written_by_run(folder) else found
 
 
 def write_inputs(
