@@ -15,7 +15,7 @@ from typing import Any
 from megajax.base.files.outputs import write_file
 from megajax.base.render.text import shorten
 from megajax.core.config import ConfigError
-from megajax.runtime.data.image_text.chat import DEFAULT, Template
+from megajax.runtime.data.image_text.chat import DEFAULT, Template, named_templates
 
 FOLDER = 'huggingface'
 GENERATION, TOKENIZER_CONFIG = 'generation_config.json', 'tokenizer_config.json'
@@ -92,7 +92,7 @@ class Companions:
         """
         if PREPARING & self.files.keys():
             for file in (PROCESSOR, TEMPLATE_OF_PROCESSOR):
-                if found := _named(self._read(file).get('chat_template')):
+                if found := named_templates(self._read(file).get('chat_template')):
                     return found
         names = {TEMPLATE: DEFAULT}
         names |= {name: Path(name).stem for name in self.files if name.startswith(f'{TEMPLATES}/')}
@@ -106,7 +106,7 @@ class Companions:
         of_tokenizer = self._read(TOKENIZER_CONFIG).get('chat_template')
         if of_tokenizer is None:
             of_tokenizer = self._read(TEMPLATE_OF_PROCESSOR).get('chat_template')
-        return _named(of_tokenizer)
+        return named_templates(of_tokenizer)
 
     def template(self, name: str) -> Template | None:
         """Return the chat templates, called `name` in messages, with the time that they use."""
@@ -116,17 +116,19 @@ class Companions:
         now = datetime.fromisoformat(time.decode()) if time else None
         return Template(name=name, texts=self.chat_templates, now=now)
 
-    def with_template(self, text: str) -> 'Companions':
-        """Return these files with one chat template, in the file that transformers reads first.
+    def with_template(self, text: str, others: Mapping[str, str] | None = None) -> 'Companions':
+        """Return these files with another chat template, in the file that transformers reads first.
 
-        The files of a processor that take precedence over it lose theirs.
+        `others` are templates other than the default one, by name. The files of a processor that
+        take precedence over them lose theirs.
         """
         kept = {x: files for x, files in self.files.items() if not x.startswith(f'{TEMPLATES}/')}
         kept.pop(TEMPLATE_OF_PROCESSOR, None)
         if 'chat_template' in (processor := self._read(PROCESSOR)):
             del processor['chat_template']
             kept[PROCESSOR] = (json.dumps(processor, indent=2) + '\n').encode()
-        return replace(self, files={**kept, TEMPLATE: text.encode()})
+        named = {f'{TEMPLATES}/{name}.jinja': x.encode() for name, x in (others or {}).items()}
+        return replace(self, files={**kept, TEMPLATE: text.encode(), **named})
 
     def with_chat_time(self, now: datetime | None) -> 'Companions':
         """Return these files with a fixed time for chat templates; None removes the fixed time."""
@@ -156,19 +158,6 @@ class Companions:
         if not isinstance(keys, dict):
             raise ConfigError(f'{name}: not a JSON object')
         return keys
-
-
-def _named(templates: object) -> dict[str, str]:
-    """Return the templates of a key `chat_template`, one or several, by name."""
-    if isinstance(templates, list):
-        listed = [each for each in templates if isinstance(each, dict)]
-        templates = {each.get('name'): each.get('template') for each in listed}
-    named = templates if isinstance(templates, dict) else {DEFAULT: templates}
-    return {
-        name: text
-        for name, text in named.items()
-        if isinstance(name, str) and isinstance(text, str)
-    }
 
 
 def read_companions(folder: Path) -> Companions:

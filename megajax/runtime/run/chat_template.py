@@ -42,7 +42,8 @@ def companions_of_run(config: Config, run: Path, start: Path | None) -> Companio
     there = read_companions(run if start is None else start)
     companions, path = there, config.data.chat_template
     if path is not None and (start is not None or not _began_with(path, run, there)):
-        companions = there.with_template(read_template(path).texts[DEFAULT])
+        others = dict(read_template(path).texts)
+        companions = there.with_template(others.pop(DEFAULT), others)
     template = companions.template('')
     # A streamed corpus has no messages; to look for some would copy a remote one.
     is_text = bool(config.data.blend) or config.data.order == 'streamed'

@@ -244,11 +244,19 @@ def test_a_template_is_the_same_in_json_and_after_a_byte_order_mark(tmp_path: Pa
     assert texts == [{DEFAULT: CHATML}] * 4
 
 
+def test_the_templates_of_json_are_those_between_which_transformers_chooses(tmp_path: Path) -> None:
+    texts = {'default': CHATML, 'tool_use': 'tools', 'rag': 'documents'}
+    listed = [{'name': name, 'template': text} for name, text in texts.items()]
+    (tmp_path / 'config.json').write_text(json.dumps({'chat_template': listed}))
+    del texts['rag']
+    assert read_template(tmp_path / 'config.json').texts == texts
+
+
 @pytest.mark.parametrize('value', [{}, {'chat_template': [{'name': 'rag', 'template': 'a'}]}])
 def test_json_without_a_template_is_refused(tmp_path: Path, value: object) -> None:
     (tmp_path / 'config.json').write_text(json.dumps(value))
     with pytest.raises(
-        ConfigError, match=r'config.json: is JSON without a text in "chat_template"'
+        ConfigError, match=r'config.json: is JSON without a text or a template "default" in "chat_'
     ):
         read_template(tmp_path / 'config.json')
 

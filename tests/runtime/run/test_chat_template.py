@@ -81,6 +81,17 @@ def test_another_template_needs_a_word_and_is_named(
     assert f'{start} came with a different template' in caplog.text
 
 
+def test_a_run_carries_all_templates_of_its_file(folder: Path) -> None:
+    texts = {'default': TEXT, 'tool_use': 'tools' + TEXT}
+    listed = [{'name': name, 'template': text} for name, text in texts.items()]
+    (folder / 'tokenizer_config.json').write_text(json.dumps({'chat_template': listed}))
+    mine, run = config(chat_template='tokenizer_config.json'), folder / 'run'
+    companions_of_run(mine, run, None).write(run)
+    template = template_of_run(mine, run, read_companions(run))
+    assert template is not None
+    assert template.texts == texts
+
+
 def test_a_run_keeps_the_time_that_its_template_saw_first(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,9 +65,10 @@ class Template:
 
 
 def read_template(path: str | Path, now: datetime | None = None) -> Template:
-    """Return the chat template of a Jinja file, or of a JSON file's key `chat_template`.
+    """Return the chat template of a Jinja file, or those of a JSON file's key `chat_template`.
 
-    Raises ConfigError if the file cannot be read, or if it is JSON without a single template.
+    Of several templates, these are the ones between which transformers chooses. Raises ConfigError
+    if the file cannot be read, or if it is JSON without a default template.
     """
     try:
         text: Any = Path(path).expanduser().read_text('utf-8-sig')
@@ -77,10 +78,25 @@ def read_template(path: str | Path, now: datetime | None = None) -> Template:
     with suppress(ValueError, RecursionError):
         if isinstance(found := json.loads(text), dict):
             text = found.get('chat_template')
-    if not isinstance(text, str):
-        message = 'is JSON without a text in "chat_template"; give a file with one template'
+    named = named_templates(text)
+    if DEFAULT not in named:
+        message = 'is JSON without a text or a template "default" in "chat_template"; add one'
         raise mistake(path, message)
-    return Template(name=str(path), texts={DEFAULT: text}, now=now)
+    texts = {name: named[name] for name in (DEFAULT, TOOL_USE) if name in named}
+    return Template(name=str(path), texts=texts, now=now)
+
+
+def named_templates(templates: object) -> dict[str, str]:
+    """Return the templates of a key `chat_template`, one or several, by name."""
+    if isinstance(templates, list):
+        listed = [each for each in templates if isinstance(each, dict)]
+        templates = {each.get('name'): each.get('template') for each in listed}
+    named = templates if isinstance(templates, dict) else {DEFAULT: templates}
+    return {
+        name: text
+        for name, text in named.items()
+        if isinstance(name, str) and isinstance(text, str)
+    }
 
 
 class Chat(Protocol):
