@@ -565,6 +565,14 @@ def test_the_command_that_is_named_takes_no_words_for_an_image(line: dict[str, o
 
 
 @pytest.mark.skipif(which('jq') is None, reason='jq is not installed')
+def test_the_command_that_is_named_writes_one_system_prompt() -> None:
+    turns = [{'from': 'system', 'value': 'Be short.'}, {'from': 'human', 'value': 'a'}]
+    line = {'system': 'Be short.', 'conversations': [*turns, {'from': 'gpt', 'value': 'b'}]}
+    roles = [message['role'] for message in converted(line)['messages']]
+    assert roles == ['system', 'user', 'assistant']
+
+
+@pytest.mark.skipif(which('jq') is None, reason='jq is not installed')
 def test_the_command_that_is_named_keeps_earlier_turns() -> None:
     line = {'system': 's', 'instruction': 'a', 'output': 'b', 'history': [['c', 'd'], ['e', 'f']]}
     assert [message['content'] for message in converted(line)['messages']] == [

@@ -62,7 +62,8 @@ def _turns(document: Mapping[str, Any]) -> str:
     content = f'(.{name} | select(. != null and . != ""))'
     before = f'{{role: "system", content: {content}}}' if name else ''
     if turns := _listed_turns(document):
-        return f'([{before}] + {turns})' if before else turns
+        rest = f'if $turns[0].role == "system" then $turns else [{before}] + $turns end'
+        return f'({turns} as $turns | {rest})' if before else turns
     return _question_and_answer(document, before)
 
 
