@@ -105,7 +105,7 @@ def resolved(config: 'Config', *, on_gpu: bool) -> 'Config':
 def resolved_for(config: 'Config', rows: int, length: int, *, on_gpu: bool) -> 'Config':
     """Return the config with `auto` resolved for a batch of `rows` sequences of `length` tokens.
 
-    The result is that of `resolved`, for which the step's options for XLA are chosen, unless this
+    It is the result of `resolved`, for which the step's options for XLA are chosen, unless this
     batch cannot be split in the same way.
     """
     chosen = resolved(config, on_gpu=on_gpu)
