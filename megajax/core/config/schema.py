@@ -283,10 +283,7 @@ class Checked(NamedTuple):
 
 
 class Config(Section):
-    """The config of a run.
-
-    Raises ValueError with every pair of keys that conflict.
-    """
+    """The config of a run; raises ValueError with every pair of keys that conflict."""
 
     # A section must come before the sections that contain it.
     relevance: RelevanceConfig | None = None
