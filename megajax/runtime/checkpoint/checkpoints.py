@@ -94,7 +94,7 @@ class Checkpoints:
         except OSError as error:
             raise ConfigError(
                 f'{self.folder} cannot be used: {reason(error)}; '
-                'make it readable and writable, or choose another run.dir'
+                'make it readable and writable, or choose another run directory'
             ) from error
         except jax.errors.JaxRuntimeError:  # another process is lost
             raise

@@ -85,7 +85,7 @@ def write_inputs(
     except OSError as error:
         raise ConfigError(
             f'{folder} cannot be written: {error.strerror}; free some space and allow it, or '
-            'choose another run.dir'
+            'choose another run directory'
         ) from error
 
 

@@ -77,7 +77,7 @@ def _open(path: Path) -> IO[str]:
         )
     except OSError as error:
         raise ConfigError(
-            f'{path} cannot be written: {error.strerror}; allow it, or choose another run.dir'
+            f'{path} cannot be written: {error.strerror}; allow it, or choose another run directory'
         ) from error
 
 
@@ -87,7 +87,8 @@ def _take(path: Path, file: IO[str]) -> None:
     except BlockingIOError as error:
         holder = _holder(file) or 'a process that is starting or ending'
         raise ConfigError(
-            f'{path.parent} is locked by {holder}: wait for it, stop it, or choose another run.dir'
+            f'{path.parent} is locked by {holder}: wait for it, stop it, or choose another run '
+            'directory'
         ) from error
 
 
