@@ -10,7 +10,7 @@ from flax import nnx
 from jax import lax
 
 from megajax.core.config import Config
-from megajax.core.config.overlap_rules import resolved_for
+from megajax.core.config.overlap_rules import resolved, resolved_for
 from megajax.core.hardware.targets import GPUS
 from megajax.core.model.overlap.per_layer_arrays import added, holds_totals, with_totals
 from megajax.core.model.shard_copies import add_copies
@@ -51,6 +51,7 @@ def make_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.State, Seen]
     gradients of matrices.
     """
     layout, on_gpu = Layout.of(config), mesh_target() in GPUS
+    usual = resolved(config, on_gpu=on_gpu)
 
     def loss_and_gradients(
         params: nnx.State,
@@ -61,7 +62,9 @@ def make_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.State, Seen]
         load: jax.Array | None = None,
     ) -> tuple[Sums, nnx.State, Seen]:
         check_arrays(batch, config)
-        chosen = resolved_for(config, *batch['tokens'].shape, on_gpu=on_gpu)
+        rows, length = batch['tokens'].shape
+        is_usual = (rows, length) == (config.train.batch_size, config.train.seq_len)
+        chosen = usual if is_usual else resolved_for(config, rows, length, on_gpu=on_gpu)
         objective = Objective.of(chosen, layout)
         make = pipelined if config.mesh.stages > 1 else _accumulated
         batch = scale_weights(loss_scale, with_weights(batch, chosen, layout))
