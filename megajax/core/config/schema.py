@@ -256,11 +256,9 @@ class RunConfig(Section):
     max_minutes: Minutes | None = None
     """Time after which to save a checkpoint and exit, for example before a queue's time limit."""
     compile_cache: Folder = 'auto'
-    """Cache of compiled programs for the next start: auto, a folder, or none.
-
-    auto is the run's folder. With several CPU devices it is none, because XLA may hang there in a
-    program that it reads from a cache.
-    """
+    """Cache of compiled programs for the next start: auto, a folder, or none. auto is the run's
+    folder. With several CPU devices it is none, because XLA may hang there in a program that it
+    reads from a cache."""
     data_cache: Folder = 'auto'
     """Cache of downloaded corpora and tokenized text: auto (in the user's cache), or a folder."""
     data_cache_gb: Annotated[PositiveFloat, Unit('GB')] = 64.0
@@ -271,8 +269,7 @@ class RunConfig(Section):
         float | Literal['auto'] | None, BeforeValidator(_check_patience), Unit('seconds')
     ] = 'auto'
     """Time without a finished step after which the process writes all stacks and exits with code
-    124. auto: ten minutes, or more if 2x the first step or 10x the longest later step is longer.
-    """
+    124. auto: ten minutes, or more if 2x the first step or 10x the longest later step is longer."""
 
 
 class Checked(NamedTuple):
