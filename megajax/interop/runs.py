@@ -39,7 +39,7 @@ def prepare(out: Path, config: Config, tokenizer: Path | None = None) -> Prepare
 
     `tokenizer` is the file that becomes the tokenizer.json of `out`. Raises ConfigError for a
     tokenizer or a mesh that cannot be used, for a config with adapters, and for files in `out` that
-    an import would replace and that no run has written, such as those of a downloaded model.
+    an import would replace and that no run has written, such as a downloaded model.
     """
     found = foreign_files(out, (*REPLACED, TEMPLATE)) if jax.process_index() == 0 else []
     if found:
