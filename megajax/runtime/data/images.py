@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
-from PIL.TiffImagePlugin import TiffImageFile
+from PIL.TiffImagePlugin import ImageFileDirectory_v2, TiffImageFile
 
 from megajax.base.errors import ConfigError, mistake, reason
 
@@ -24,6 +24,9 @@ MAX_NAME_CHARACTERS = 100
 _ORIENTATION = 0x0112  # EXIF tag
 # TIFF's tag NewSubfileType, and its bits for a smaller copy of another page and for a mask
 _KIND, _NO_PAGE = 0x00FE, 0b101
+# TIFF's older tag SubfileType, and its value for a smaller copy
+_OLD_KIND, _COPY = 0x00FF, 2
+_WIDTH = 0x0100  # TIFF tag
 _MOST_COPIES = 100  # number of copies and masks after which no further page is looked for
 _UPRIGHT = {  # operation that makes the image upright, by the value of the tag
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -117,11 +120,22 @@ def _has_pages(image: Image.Image) -> bool:
         return False
     with suppress(EOFError):
         for number in range(1, _MOST_COPIES):
-            image.seek(number)
-            if not image.tag_v2.get(_KIND, 0) & _NO_PAGE:
+            try:
+                image.seek(number)
+            except EOFError:
+                raise
+            except Exception:  # pillow has read the tags, but does not know this kind of pixels
+                pass
+            if _is_page(image.tag_v2):
                 return True
     image.seek(0)
     return False
+
+
+def _is_page(tags: ImageFileDirectory_v2) -> bool:
+    """Whether these are the tags of an image that is neither a smaller copy nor a mask."""
+    is_copy = bool(tags.get(_KIND, 0) & _NO_PAGE) or tags.get(_OLD_KIND) == _COPY
+    return _WIDTH in tags and not is_copy
 
 
 def _orientation(image: Image.Image) -> int:

@@ -60,14 +60,43 @@ def test_pages_of_a_tiff_are_not_left_out(tmp_path: Path) -> None:
         read_size(path)
 
 
-@pytest.mark.parametrize('kind', [1, 4])
-def test_a_smaller_copy_or_mask_in_a_tiff_is_no_page(tmp_path: Path, kind: int) -> None:
+@pytest.mark.parametrize('kind', [{254: 1}, {254: 4}, {255: 2}])
+def test_a_smaller_copy_or_mask_in_a_tiff_is_no_page(tmp_path: Path, kind: dict[int, int]) -> None:
     copy = halves().resize((6, 4))
-    copy.encoderinfo = {'tiffinfo': {254: kind}}
+    copy.encoderinfo = {'tiffinfo': kind}
     path = save(tmp_path, halves(), 'a.tif', save_all=True, append_images=[copy])
     with Image.open(path) as image:
         assert image.n_frames == 2
     assert read_size(path) == (20, 30)
+    assert_halves(read_image(path))
+
+
+@pytest.mark.parametrize('kind', [0, 1])
+def test_a_copy_in_a_tiff_need_not_be_decodable(tmp_path: Path, kind: int) -> None:
+    copy = halves().resize((6, 4))
+    copy.encoderinfo = {'tiffinfo': {254: kind}}
+    path = save(tmp_path, halves(), 'a.tif', save_all=True, append_images=[copy])
+    with Image.open(path) as image:
+        image.seek(1)
+        second = image._frame_pos[1]
+    data = bytearray(path.read_bytes())
+    for entry in range(struct.unpack_from('<H', data, second)[0]):
+        if struct.unpack_from('<H', data, at := second + 2 + 12 * entry)[0] == 262:
+            struct.pack_into('<H', data, at + 8, 999)  # no photometric interpretation
+    path.write_bytes(data)
+    if kind:
+        assert read_size(path) == (20, 30)
+        assert_halves(read_image(path))
+    else:
+        assert 'has several pages' in refusal(path)
+
+
+def test_a_tiff_without_its_second_directory_is_read(tmp_path: Path) -> None:
+    path = save(tmp_path, halves(), 'a.tif')
+    data = bytearray(path.read_bytes())
+    first = struct.unpack_from('<I', data, 4)[0]
+    struct.pack_into('<I', data, first + 2 + 12 * struct.unpack_from('<H', data, first)[0], 1 << 20)
+    path.write_bytes(data)
     assert_halves(read_image(path))
 
 
