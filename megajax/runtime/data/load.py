@@ -78,9 +78,8 @@ def load_data(
     """Open the corpus of `config`.
 
     Messages are rendered with the chat `template`, by default the config's. While messages or
-    images are read, `progress` is called again and again. Raises ConfigError if
-    the corpus cannot be used, does not fit the model, does not fill a batch, or has no token that
-    counts in the loss.
+    images are read, `progress` is called again and again. Raises ConfigError if the corpus cannot
+    be used, does not fit the model, does not fill a batch, or has no token that counts in the loss.
     """
     if config.data.corpus in PICTURES:
         drawn = draw_pictures(config)
