@@ -65,10 +65,10 @@ class Template:
 
 
 def read_template(path: str | Path, now: datetime | None = None) -> Template:
-    """Return the chat template of a Jinja file, or those of a JSON file's key `chat_template`.
+    """Return the chat template of a Jinja file, or of a JSON file's key `chat_template`.
 
-    Of several templates, these are the ones between which transformers chooses. Raises ConfigError
-    if the file cannot be read, or if it is JSON without a default template.
+    If the key has several, these are the ones between which transformers chooses. Raises
+    ConfigError if the file cannot be read, or if it is JSON without a default template.
     """
     try:
         text: Any = Path(path).expanduser().read_text('utf-8-sig')
