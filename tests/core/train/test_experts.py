@@ -80,7 +80,7 @@ SETTINGS = [
     exhaustive(
         Setting(
             *('capacity', 4, 2, 'optimizer'),
-            **{'experts': 2, 'overlap': 'batch_split', 'microbatches': 2},
+            **{'experts': 2, 'overlap': 'batch_split', 'microbatches': 2, 'rows': 32},
         )
     ),
     exhaustive(
