@@ -57,10 +57,7 @@ class Piece(NamedTuple):
         return view.take(self._order_of_pairs(view), self.pairs[0]) if self.pairs else view
 
     def box(self, at: At) -> At:
-        """Return the smallest box of the array that contains a region of the parameter.
-
-        The array has no square dims.
-        """
+        """Return the smallest box of the array that contains a region of the parameter."""
         steps = [math.prod(self.split[dim + 1 :]) for dim in self.order]
         first = last = 0
         for axis, (part, step) in enumerate(zip(_shifted(at, self.at), steps, strict=True)):

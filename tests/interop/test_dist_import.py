@@ -295,7 +295,10 @@ def test_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
     damaged(folder / 'metadata.json', b'{"sharded_backend": "zarr"}', 'zarr.*--ckpt-format')
     damaged(folder / 'common.pt', whole[folder / 'common.pt'][:-50], 'cut short')
     (folder / 'metadata.json').unlink()  # as --use-megatron-fsdp saves checkpoints
-    refused(tmp_path / 'in', r'formats torch_dcp and fsdp_dtensor, .* --ckpt-format torch_dist')
+    refused(
+        tmp_path / 'in',
+        r'formats torch_dcp and fsdp_dtensor, .* converts torch_dcp .* --ckpt-format torch_dist',
+    )
     (folder / 'metadata.json').write_bytes(whole[folder / 'metadata.json'])
     first.unlink()
     refused(tmp_path / 'in', rf'{first}: is missing, and should hold embedding')

@@ -854,7 +854,7 @@ def test_the_arguments_of_an_export_scale_the_rope_as_its_model(
 
 def test_two_scalings_of_the_rope_are_refused() -> None:
     added = '--position-embedding-type rope --use-rope-scaling '
-    said = r'--rotary-seq-len-interpolation-factor 4: .* leave it or --use-rope-scaling out'
+    said = r'--rotary-seq-len-interpolation-factor 4: .* use only one of it and --use-rope-scaling'
     with pytest.raises(ConfigError, match=said):
         convert(f'{SMALL}{added}--rotary-seq-len-interpolation-factor 4')
 

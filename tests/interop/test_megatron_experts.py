@@ -182,7 +182,9 @@ def test_a_checkpoint_of_several_losses_is_read(coefficients: object) -> None:
     assert found == found | (balance if coefficients == [0.5, 0.0] else {})
     assert ('balance_loss' in found) == (coefficients == [0.5, 0.0])
     if coefficients == [0.5, 0.25]:
-        with pytest.raises(ConfigError, match='seq_aux_loss, global_aux_loss are added: give one'):
+        with pytest.raises(
+            ConfigError, match='give one of seq_aux_loss, global_aux_loss: their sum'
+        ):
             read_arguments(arguments, 'x')
     sinkhorn = arguments | {'moe_router_load_balancing_type': ['sinkhorn', 'seq_aux_loss']}
     with pytest.raises(ConfigError, match='give one of aux_loss, seq_aux_loss, global_aux_loss'):

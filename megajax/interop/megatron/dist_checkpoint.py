@@ -63,8 +63,8 @@ def is_dist(folder: Path) -> bool:
     if not is_dist and (folder / METADATA).is_file() and not any(folder.glob('mp_rank_*')):
         raise ConfigError(
             f'{folder}: has {METADATA} and no {BACKEND}, as in the formats torch_dcp and '
-            'fsdp_dtensor, which are not supported: load it in Megatron-LM and save it with '
-            '--ckpt-format torch_dist'
+            'fsdp_dtensor, which are not supported; Megatron-LM converts torch_dcp to torch_dist: '
+            'load it with --auto-detect-ckpt-format --ckpt-format torch_dist, and save'
         )
     return is_dist
 

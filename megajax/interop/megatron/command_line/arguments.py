@@ -64,7 +64,7 @@ def rejected(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
         if not (value is None or any(value is x or value == x for x in only.allowed)):
             yield name, value, only.instead
     if arguments.get(INTERPOLATION) and arguments.get('use_rope_scaling'):
-        yield INTERPOLATION, arguments[INTERPOLATION], 'leave it or --use-rope-scaling out'
+        yield INTERPOLATION, arguments[INTERPOLATION], 'use only one of it and --use-rope-scaling'
     for name, instead in experts.unsupported(arguments) if has_experts else ():
         yield name, arguments.get(name), instead
 

@@ -99,7 +99,7 @@ def _balance(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             f'give one of {", ".join(BALANCE)} and none',
         )
     elif len(kinds) > 1:
-        yield 'moe_aux_loss_coeff', f'{", ".join(kinds)} are added: give one of them'
+        yield 'moe_aux_loss_coeff', f'give one of {", ".join(kinds)}: their sum is not supported'
     elif 'aux_loss' in kinds and not _is_one_sequence(arguments):
         yield (
             'moe_aux_loss_coeff',
