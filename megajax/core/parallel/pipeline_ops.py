@@ -4,7 +4,7 @@ The stages are a mapped dim: [stage, data shard, ...]. Every function here works
 part of an array, so nothing moves along other mesh axes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -65,13 +65,8 @@ def select(condition_Z: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.where(on_shards(condition_Z, a), a, b)
 
 
-def send(x: jax.Array, *, back: bool = False) -> jax.Array:
-    """Send each stage's part of x [stage, ...] to the next stage, or `back` to the previous one.
-
-    The stages are a ring: the first one comes after the last one.
-    """
-    ring = [(stage, (stage + 1) % len(x)) for stage in range(len(x))]
-    pairs = [(after, stage) for stage, after in ring] if back else ring
+def send(x: jax.Array, pairs: Sequence[tuple[int, int]]) -> jax.Array:
+    """Send each stage's part of x [stage, ...] to a different stage; zeros if nothing arrives."""
     # permute over stage
     return _on_devices(lambda x: lax.ppermute(x, STAGE, pairs), _spec(x), x)
 

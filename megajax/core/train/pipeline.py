@@ -29,6 +29,7 @@ from megajax.core.train.stage_arrays import joined, slots, zeros_of_layers, zero
 from megajax.core.train.stage_model import StageModel
 
 Tree = Any
+Ring = list[tuple[int, int]]
 # Named scopes of the stages' sends; `inspect` needs them to tell the two directions apart if there
 # are only two stages.
 TO_NEXT, TO_PREVIOUS = 'to_next_stage', 'to_previous_stage'
@@ -123,14 +124,15 @@ def _tick(
     carry: Carry, tick: Tick, *, model: StageModel, passes: LayerPasses, phase: Phase
 ) -> tuple[Carry, None]:
     """Run one tick of a phase, as scheduled."""
+    ring = _ring(model.schedule)
     # Sends to earlier stages overlap with the forward pass, and sends to later stages with the
     # backward pass.
-    dy = _send_back(carry.dx) if phase.backward else None
+    dy = _send_back(carry.dx, ring) if phase.backward else None
     if phase.forward:
         x = model.input(carry.x, tick.embedded, tick.forward_Z3)
         y, kept = _forward(model, passes, x, tick.forward_Z3)
         kept = store(carry.kept, kept, tick.forward_Z3[:, 2])
-        carry = carry._replace(x=_send_on(y), kept=kept)
+        carry = carry._replace(x=_send_on(y, ring), kept=kept)
         if phase.head:
             is_always_due = phase.ticks == model.schedule.microbatches
             carry = _head(carry, y, tick.head, model, is_always_due=is_always_due)
@@ -150,7 +152,7 @@ def _evaluation_tick(
     y = model.over(model.run_layers, *kinds)(layers, given, x)
     if phase.head:
         sums = jax.tree.map(jnp.add, sums, model.sums(y, tick.head))
-    return (_send_on(y), sums), None
+    return (_send_on(y, _ring(model.schedule)), sums), None
 
 
 def _forward(
@@ -207,16 +209,21 @@ def _backward(
     )
 
 
-def _send_on(y: jax.Array) -> jax.Array:
+def _send_on(y: jax.Array, ring: Ring) -> jax.Array:
     """Send each stage's output to the next stage."""
     with jax.named_scope(TO_NEXT):
-        return send(y)
+        return send(y, ring)
 
 
-def _send_back(dx: jax.Array) -> jax.Array:
+def _send_back(dx: jax.Array, ring: Ring) -> jax.Array:
     """Send the gradient of each stage's input to the previous stage."""
     with jax.named_scope(TO_PREVIOUS):
-        return send(dx, back=True)
+        return send(dx, [(after, stage) for stage, after in ring])
+
+
+def _ring(schedule: Schedule) -> Ring:
+    """Return the pairs of a stage and its successor; the last stage sends to the first."""
+    return [(stage, (stage + 1) % schedule.stages) for stage in range(schedule.stages)]
 
 
 def _ticks(schedule: Schedule, phase: Phase) -> Tick:
