@@ -336,7 +336,7 @@ def test_a_run_directory_that_cannot_be_written_is_refused_before_anything_compi
             assert code == 2, said
             assert (
                 'run/lock cannot be written: Read-only file system; allow it, '
-                'or choose another run.dir'
+                'or choose another run directory'
             ) in said
             assert 'compiling' not in said
     finally:
