@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from megajax.base.files.outputs import write_file
+from megajax.base.files.outputs import write_output
 from megajax.core.config import Config, ConfigError, LoraConfig
 from megajax.core.config.overrides import typed_override
 from megajax.core.parallel.mesh import mesh_for
@@ -88,21 +88,12 @@ def start_run(
     with run_lock(out), jax.set_mesh(mesh):
         write_inputs(out, config, tokenizer, companions)
         if jax.process_index() == 0 and companions.chat_template is not None:
-            _write_template(out / TEMPLATE, companions.chat_template)
+            write_output(out / TEMPLATE, companions.chat_template)
         with Checkpoints(
             out / 'checkpoints', config, tokenizer=tokenizer, data=origin
         ) as checkpoints:
             checkpoints.companions = companions
             checkpoints.save({'params': params}, 0, **(place or {}))
-
-
-def _write_template(path: Path, text: str) -> None:
-    try:
-        write_file(path, text.encode())
-    except OSError as error:
-        raise ConfigError(
-            f'{path} cannot be written: {error.strerror}; free some space, or choose another path'
-        ) from error
 
 
 def parts(checkpoint: Path, ranks: Sequence[Pieces]) -> Iterator[tuple[int, str, np.ndarray]]:
