@@ -28,8 +28,8 @@ SETTERS = {
 }
 # Files for `source`, and commands whose output is for `eval`, that set no variable of a training.
 ENVIRONMENT_FILE = re.compile(
-    r'(.*/)?(activate|enable|\.?(ba|z)shrc|\.(bash_|z)?profile|init/(ba|z|k)?sh|etc/profile(\.d/.*)?'
-    r'|(conda|mamba|setvars|set_env|setup-env|hpcx-init[^/]*)\.sh)',
+    r'(.*/)?(activate|enable|\.?(ba|z)shrc|\.(bash_|z)?profile|init/(ba|z|k)?sh'
+    r'|etc/profile(\.d/.*)?|(conda|mamba|setvars|set_env|setup-env|hpcx-init[^/]*)\.sh)',
     re.DOTALL,
 )
 ENVIRONMENT = re.compile(

@@ -14,6 +14,10 @@ from megajax.interop.megatron.ranks import import_megatron
 
 EXPERTS = SMALL + '--num-experts 8 --moe-ffn-hidden-size 48 --disable-bias-linear '
 KEYS = {'count': 8, 'active': 2, 'ffn_size': 48}
+IN_A_CHECKPOINT = {
+    **{'num_layers': 2, 'hidden_size': 16, 'num_attention_heads': 2, 'num_experts': 4},
+    **{'max_position_embeddings': 8, 'vocab_size': 64},
+}
 SIGMOID = '--moe-router-score-function sigmoid --moe-router-enable-expert-bias '
 GROUPS = '--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk 4'
 
@@ -168,12 +172,7 @@ def test_a_checkpoint_is_read_whatever_its_training_was(caplog: pytest.LogCaptur
 @pytest.mark.parametrize('coefficients', [[0.5, 0.25], [0.5, 0.0], [0.0, 0.0], 0.0])
 def test_a_checkpoint_of_several_losses_is_read(coefficients: object) -> None:
     arguments = {
-        'num_layers': 2,
-        'hidden_size': 16,
-        'num_attention_heads': 2,
-        'max_position_embeddings': 8,
-        'vocab_size': 64,
-        'num_experts': 4,
+        **IN_A_CHECKPOINT,
         'moe_router_load_balancing_type': ['seq_aux_loss', 'global_aux_loss'],
         'moe_aux_loss_coeff': coefficients,
     }
@@ -193,12 +192,7 @@ def test_a_checkpoint_of_several_losses_is_read(coefficients: object) -> None:
 
 def test_arguments_in_a_checkpoint_are_read_and_refused_alike() -> None:
     base = {
-        'num_layers': 2,
-        'hidden_size': 16,
-        'num_attention_heads': 2,
-        'max_position_embeddings': 8,
-        'vocab_size': 64,
-        'num_experts': 4,
+        **IN_A_CHECKPOINT,
         'ffn_hidden_size': 32,
         'add_bias_linear': False,
         'moe_router_load_balancing_type': ['seq_aux_loss'],

@@ -244,7 +244,7 @@ def run_folder(config: Config, name: str) -> Path:
 
 
 def _is_created(folder: Path) -> bool:
-    """Create a folder, and return whether this process has: not one that exists, for example."""
+    """Create a folder; return False if it exists or cannot be created."""
     try:
         folder.mkdir(parents=True)
     except OSError:  # the lock, which needs the folder, explains it
