@@ -7,7 +7,7 @@ from typing import NamedTuple, Self
 
 from megajax.core.config import Config
 from megajax.core.config.divisors import divisors
-from megajax.core.config.mesh_rules import replicas_within_hosts
+from megajax.core.config.mesh_rules import of_context, replicas_within_hosts
 from megajax.core.config.overlap_rules import resolved
 from megajax.core.counts.context import own_over_context
 from megajax.core.counts.flash import HOPPER, uses_flash
@@ -171,20 +171,20 @@ def _exchanges(config: Config) -> list[str]:
 
     Nothing overlaps with an all-gather or an exchange of heads, so the one that sends fewer bytes
     is compared, unless a mask of documents or padding needs more memory with heads. A ring overlaps
-    with attention.
+    with attention. A window longer than half of a shard leaves only the exchange of heads.
     """
-    mesh, exposed = config.mesh, ['gather']
-    if mesh.context == 1:
-        return exposed
-    if config.model.num_kv_heads % (mesh.context * mesh.model) == 0:
-        exposed.append('all_to_all')
-    rings = ['ring'] if mesh.stages == 1 else []
+    if config.mesh.context == 1:
+        return ['gather']
+    on = {name: changed(config, mesh__context_exchange=name) for name in ('gather', 'all_to_all')}
+    # If neither is possible, the reason is that of the all-gather.
+    exposed = [name for name in on if not any(of_context(on[name]))] or ['gather']
+    rings = ['ring'] if config.mesh.stages == 1 and 'gather' in exposed else []
     if config.data.document_mask or config.model.is_bert:
         return exposed + rings
 
     def sent(exchange: str) -> float:
-        layer = own_over_context(changed(config, mesh__context_exchange=exchange), layers=1)
-        return sum(collective.wire_bytes * collective.times for collective in layer)
+        of_layers = own_over_context(on[exchange], config.model.num_layers)
+        return sum(collective.wire_bytes * collective.times for collective in of_layers)
 
     return [min(exposed, key=sent), *rings]
 

@@ -128,13 +128,15 @@ def of_context(config: 'Config') -> Iterator[Problem]:
     if longest > chunk:
         shorter = [n for n in divisors(length // math.lcm(2, tensor)) if 2 * n * longest <= length]
         longer = math.ceil(2 * mesh.context * longest / divisor) * divisor
+        has_heads = model.num_kv_heads % (mesh.context * mesh.model) == 0
+        by_heads = ' mesh.context_exchange=all_to_all,' if has_heads else ''
         yield Problem(
             'model.window' if longest == model.window else 'model.layers',
             f'a window of {longest} tokens is longer than half of a context shard, '
             f'{chunk} tokens with mesh.context={mesh.context} and train.seq_len={length}; '
-            f'use at most {chunk}, mesh.context {max(shorter, default=1)}, or '
+            f'use at most {chunk},{by_heads} mesh.context {max(shorter, default=1)}, or '
             f'train.seq_len at least {longer}',
-            others=('mesh.context', 'train.seq_len'),
+            others=('mesh.context', 'mesh.context_exchange', 'train.seq_len'),
         )
 
 

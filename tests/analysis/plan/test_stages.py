@@ -140,6 +140,21 @@ def test_of_two_exchanges_that_nothing_hides_the_one_with_fewer_bytes_is_compare
         assert {layout.mesh.context_exchange for layout in found} == {least, 'ring'}
 
 
+def test_the_layers_of_a_pattern_of_windows_are_counted_in_an_exchange() -> None:
+    config = load('olmo3_7b', ['train.seq_len=65536', 'train.batch_size=8', 'mesh.data=1'])
+    found = [*deep_layouts(config, Mesh(1, 1, 1, 1, 8), 8)]
+    assert {layout.mesh.context_exchange for layout in found} == {'all_to_all', 'ring'}
+
+
+@pytest.mark.parametrize('masks', ['data.document_mask=true', 'data.document_mask=false'])
+def test_a_window_longer_than_half_of_a_shard_leaves_the_exchange_of_heads(masks: str) -> None:
+    long = ['train.seq_len=65536', 'train.batch_size=8', 'mesh.data=1']
+    config = load('olmo3_7b', [*long, masks])
+    found = [*deep_layouts(config, Mesh(1, 1, 1, 1, 16), 8)]
+    assert {layout.mesh.context_exchange for layout in found} == {'all_to_all'}
+    assert not [*filter(incompatibilities, found)]
+
+
 def test_a_layout_without_stages_has_no_schedule_of_stages() -> None:
     keys = 'mesh.stages=2', 'train.microbatches=4', 'train.schedule=gpipe', 'optim.shard=none'
     config = load('llama3_8b', keys)

@@ -44,6 +44,18 @@ def problems(*overrides: str, base: str = BASE) -> list[Problem]:
             'mesh.context_exchange=ring',
         ),
         (
+            'model.window=256 mesh.context=4',
+            'model.window',
+            'use at most 128, mesh.context_exchange=all_to_all, mesh.context 2, or train.seq_len',
+            'mesh.context_exchange=all_to_all',
+        ),
+        (
+            'model.window=200 mesh.context=8',
+            'model.window',
+            'use at most 64, mesh.context 2, or train.seq_len',
+            'mesh.context=2',
+        ),
+        (
             'mesh.model=6',
             'model.vocab_size',
             '50257 is padded to 51200, which mesh.model=6 does not divide; use mesh.model 4',
