@@ -15,6 +15,7 @@ from megajax.analysis.plan.kernel_time import peak_flops, product_seconds
 from megajax.analysis.plan.layouts import changed
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.search import usable_memory
+from megajax.analysis.plan.sizes import FLOAT32, Sizes
 from megajax.base.result import Result
 from megajax.core.config import Config, ConfigError, MeshConfig, ModelConfig
 from megajax.core.config.divisors import divisors
@@ -24,6 +25,7 @@ from megajax.core.counts.collective import HLO_DTYPES, REDUCE
 from megajax.core.counts.loading import loading_bytes
 from megajax.core.counts.parameters import BYTES, dim_sizes, elements, own_counts
 from megajax.core.counts.products import products
+from megajax.core.counts.prompts import padded_length, slots_of_cache
 from megajax.core.counts.runs import Runs
 from megajax.core.counts.windows import windows
 from megajax.core.hardware.records import LinkName, hardware
@@ -38,7 +40,10 @@ class GenerationLine(Result):
 
     model: int = Field(description='GPUs that share each matrix')
     weights: int = Field(description='bytes of the weights, in train.dtype')
-    cache: int = Field(description='bytes of keys and values of all sequences, at the last token')
+    cache: int = Field(description='bytes of the KV cache of all sequences, at the last token')
+    prefill: int = Field(
+        default=0, description='bytes of a layer that reads the prompts, with their mask'
+    )
     loading: int = Field(description='peak bytes while the weights are loaded')
     fits: bool
     first_token: float = Field(description='seconds to the first token: the prompts')
@@ -91,7 +96,8 @@ def plan_generation(
         for count in divisors(model.num_heads)
         if count <= (gpus or per_host) and (count <= per_host or count % per_host == 0)
     ]
-    steps = [_step(config, count, prompt, batch) for count in counts]
+    length = padded_length(prompt, model.max_seq_len)
+    steps = [_step(config, count, length, batch) for count in counts]
     if problems := incompatibilities(steps[0]):
         raise ConfigError(*problems)
     parts = {'vision': config.vision, 'relevance': config.relevance}
@@ -163,13 +169,14 @@ def _line(step: Config, loaded: Config, cluster: Cluster, tokens: int) -> Genera
     computing = 2 * multiplied / (peak_flops(step, cluster) * gpu.efficiency.matmul)
     token = max(reading, computing) + sending
     weights, cache = _bytes(loaded), int(of_token * cached_at_end)
-    loading = loading_bytes(loaded, cast=True)
+    loading, prefill = loading_bytes(loaded, cast=True), _prefill_bytes(step, cluster)
     return GenerationLine(
         model=shards,
         weights=weights,
         cache=cache,
+        prefill=prefill,
         loading=loading,
-        fits=max(loading, weights + cache) <= usable_memory(cluster),
+        fits=max(loading, weights + cache + prefill) <= usable_memory(cluster),
         first_token=_prompt(step, cluster),
         token=token,
         sending=sending,
@@ -181,6 +188,23 @@ def _bytes(config: Config) -> int:
     """Return the bytes of a model's weights per GPU: matrices in `train.dtype`, others in fp32."""
     counts = own_counts(config)
     return BYTES[config.train.dtype] * counts.matrices + 4 * (counts.all - counts.matrices)
+
+
+def _prefill_bytes(step: Config, cluster: Cluster) -> int:
+    """Return the bytes per GPU of a layer's arrays in the pass over the prompts.
+
+    Padding is masked as a separate document. All layers read the same mask, and have one after the
+    other what their attention or their MLP needs.
+    """
+    masked = changed(step, data__document_mask=True, model__attention_dropout=0.0)
+    sizes = Sizes(masked, cluster.hardware.compute_capability)
+    scores = (FLOAT32 + sizes.itemsize) * sizes.most_scores
+    attention = sizes.queries + 2 * sizes.keys + sizes.heads + scores
+    networks = [kind.up + kind.hidden for kind in sizes.kinds]
+    if sizes.experts is not None:
+        networks.append(networks.pop() + sizes.experts.rows + sizes.experts.results)
+    # Each sublayer adds its output to its input, which it reads through a norm.
+    return sizes.mask + 3 * sizes.whole + max(attention, *networks)
 
 
 def _shares_of_experts(model: ModelConfig, rows: int) -> tuple[float, float]:
@@ -195,17 +219,18 @@ def _shares_of_experts(model: ModelConfig, rows: int) -> tuple[float, float]:
 
 
 def _tokens_cached(step: Config, tokens: int) -> tuple[Fraction, Fraction]:
-    """Return the cached tokens per sequence and layer: on average over `tokens`, and at the last.
+    """Return, per sequence and layer, the cached tokens on average over `tokens`, and the slots.
 
     A layer with a window caches only the tokens in the window.
     """
     prompt, average, last = step.train.seq_len, Fraction(), Fraction()
+    slots = slots_of_cache(prompt + tokens)
     for window, share in windows(step.model).items():
         most = prompt + tokens if window is None else window
         start = min(prompt, most)
         grown = min(tokens, most - start)
         average += share * (start + grown * (1 - Fraction(grown, 2 * tokens)))
-        last += share * (start + grown)
+        last += share * (slots if window is None else min(slots, window))
     return average, last
 
 

@@ -35,7 +35,7 @@ def generation_table(plan: Generation) -> RenderableType:
 
 
 def _misfit(line: GenerationLine) -> str:
-    used = line.weights + line.cache
+    used = line.weights + line.cache + line.prefill
     if line.loading >= used:
         return f'does not fit: loading needs {si(line.loading)}'
-    return f'does not fit: weights and KV cache need {si(used)}'
+    return f'does not fit: weights, KV cache and prefill need {si(used)}'

@@ -15,6 +15,7 @@ from jax import lax
 from megajax.core.config import Config
 from megajax.core.config.overlap_rules import without_order
 from megajax.core.counts.chunks import chunk_sizes
+from megajax.core.counts.prompts import padded_length
 from megajax.core.model.arr_coc.relevance import question
 from megajax.core.model.computation import Computation
 from megajax.core.model.images import Images
@@ -32,8 +33,6 @@ from megajax.runtime.generate.weights import inference_config
 from megajax.xla.miscompiles import mesh_target, workarounds
 
 ROWS = 8  # number of windows in a batch
-# minimum number of tokens; windows are padded to this length or a larger power of two
-SHORTEST = 16
 
 
 class Window(NamedTuple):
@@ -84,7 +83,7 @@ class Scorer:
 
     def _score_batch(self, windows: Sequence[Window]) -> Iterator[Scored]:
         longest = max(len(window.tokens) for window in windows) - 1
-        length = min(max(SHORTEST, 1 << (longest - 1).bit_length()), self.config.model.max_seq_len)
+        length = padded_length(longest, self.config.model.max_seq_len)
         assert longest <= length
         token_BS = np.zeros((self._rows, length + 1), np.int32)
         for row, window in enumerate(windows):

@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 
 from megajax.core.config import Config, ConfigError
+from megajax.core.counts.prompts import padded_length, slots_of_cache
 from megajax.runtime.data import Tokenizer
 from megajax.runtime.data.sources.image_keys import MARKER
 from megajax.runtime.data.text.corpus import Document, naming_lines
@@ -21,9 +22,6 @@ from megajax.runtime.generate.weights import delete, inference_config, make_weig
 
 TOKENS_AT_ONCE = 16  # number of tokens generated per dispatch, between two searches for stops
 BATCH_SIZE = 16  # number of prompts in a batch
-SLOTS = 64  # the cache's length is a multiple of this, so that different lengths rarely recompile
-# minimum number of tokens; prompts are padded to this length or a larger power of two
-SHORTEST = 16
 
 Prompt = Sequence[int]
 T = TypeVar('T')
@@ -155,8 +153,7 @@ class Generator:
         size, first = -(-size // self.config.mesh.data) * self.config.mesh.data, 0
         for prompts, images in batches:
             longest = max(map(len, prompts))
-            length = max(SHORTEST, 1 << (longest - 1).bit_length())
-            length = min(length, self.config.model.max_seq_len)
+            length = padded_length(longest, self.config.model.max_seq_len)
             rows = [self._continuation(prompt, request) for prompt in prompts]
             token_BS = np.zeros((size, length), np.int32)
             length_B, limit_B = np.ones(size, np.int32), np.zeros(size, np.int32)
@@ -184,7 +181,7 @@ class Generator:
             end_ids,
             start,
             None if ahead is None else ahead.arrays,
-            num_slots=-(-limit // SLOTS) * SLOTS,
+            num_slots=slots_of_cache(limit),
             sampling=request.sampling,
         )
         rows = batch.rows

@@ -85,15 +85,44 @@ def test_while_they_are_loaded_the_weights_are_there_twice() -> None:
 
 
 @pytest.mark.parametrize(
-    ('batch', 'reason'), [(1, 'loading needs '), (1024, 'weights and KV cache need ')]
+    ('batch', 'reason'), [(1, 'loading needs '), (1024, 'weights, KV cache and prefill need ')]
 )
 def test_a_size_that_does_not_fit_has_the_bytes_that_it_needs(batch: int, reason: str) -> None:
     found, console = planned(load('llama3_70b'), batch=batch), Console(width=200)
     with console.capture() as shown:
         console.print(generation_table(found))
     line, *_ = found.lines
-    needed = max(line.loading, line.weights + line.cache)
+    needed = max(line.loading, line.weights + line.cache + line.prefill)
     assert f'does not fit: {reason}{si(needed)}' in shown.get()
+
+
+def test_a_prompt_is_padded_and_its_cache_has_slots_for_all_tokens() -> None:
+    config = load('llama3_8b')
+    longer, padded = (planned(config, prompt=n, tokens=200, batch=1) for n in (1025, 2048))
+    assert longer.prompt == 1025
+    assert longer.lines == padded.lines
+    of_slot = 2 * 2 * 32 * 8 * 128
+    assert longer.lines[0].cache == (2048 + 256) * of_slot
+
+
+def test_long_prompts_need_their_mask_on_each_gpu_and_a_layers_arrays() -> None:
+    config, length = load('llama3_8b_128k'), 131072
+    for line in planned(config, prompt=130000, batch=8).lines:
+        mask = 2 * 8 * length**2
+        arrays = 2 * 8 * length * (3 * 4096 + 3 * 14336 // line.model)
+        assert line.prefill == mask + arrays
+        assert not line.fits
+    for line in planned(config, prompt=130000, batch=1).lines:
+        assert line.fits == (line.model >= 2)
+
+
+def test_without_flash_attention_a_prompt_needs_its_scores() -> None:
+    of_gpu = {
+        gpu: plan_generation(load('gpt2_345m', ['train.dtype=float16']), gpu=gpu, gpus=1, batch=8)
+        for gpu in ('v100', 'a100')
+    }
+    v100, a100 = (of_gpu[gpu].lines[0].prefill for gpu in ('v100', 'a100'))
+    assert v100 > (4 + 2) * 8 * 16 * 1024**2 > a100
 
 
 def test_a_token_reads_and_multiplies_only_its_own_experts() -> None:
