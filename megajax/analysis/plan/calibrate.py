@@ -243,12 +243,15 @@ def _hardware(
     per_host = visible if per_host % visible else per_host
     is_pcie = record.pcie is not None and record.pcie == record.inside_host
     of_memory = min(1.0, bandwidth / record.memory_bandwidth)
+    # The kernels of a training step reach a share of a copy's rate.
+    trained = record.efficiency.memory / record.reference.memory
+    by_h200 = ', as on the H200, an assumption' if trained < 1 and not known else ''
     assumed = "flash is the A100's, an assumption" if record.efficiency.flash else 'no flash'
     others = "the others are the known GPU's" if known else assumed
     sources = {
         'efficiency': f'{by}: half_size from matmuls in {training}, matmul from training '
-        f'steps, and memory; {others}',
-        'reference': f'{by}: the fastest matmul in {training}, and memory; {others}',
+        f"steps, memory {rounded(trained)} of a copy's rate{by_h200}; {others}",
+        'reference': f'{by}: the fastest matmul in {training}, and a copy in memory; {others}',
     }
     return record.model_copy(
         update={
@@ -258,7 +261,9 @@ def _hardware(
             # A GPU that is sold with PCIe has one link, under two names.
             'pcie': link if link and is_pcie else record.pcie,
             'efficiency': record.efficiency.changed(
-                matmul=matmul, half_size=half_size, memory=of_memory
+                matmul=matmul,
+                half_size=half_size,
+                memory=trained * min(of_memory, record.reference.memory),
             ),
             'reference': record.reference.changed(
                 matmul=min(1.0, best[training] / peak), memory=of_memory
@@ -279,6 +284,8 @@ def _unknown(
     has_flash = capability is not None and capability >= (8, 0)
     a100 = hardware('a100')
     reached, alone = (x.flash if has_flash else None for x in (a100.efficiency, a100.reference))
+    h200 = hardware('h200')
+    trained = 1.0 if is_cpu else round(h200.efficiency.memory / h200.reference.memory, 2)
     # Simulated devices of a CPU copy from its memory to its memory.
     copies = Link(bandwidth=bandwidth / 2, latency=SIMULATED_LATENCY)
     return Hardware(
@@ -291,7 +298,7 @@ def _unknown(
         devices_per_host=jax.local_device_count(),
         inside_host=copies if is_cpu else None,
         across_hosts=None,
-        efficiency=Efficiency(matmul=1.0, half_size=0.0, flash=reached, memory=1.0),
+        efficiency=Efficiency(matmul=1.0, half_size=0.0, flash=reached, memory=trained),
         reference=Reference(matmul=1.0, flash=alone, memory=1.0),
         capability=capability,
         sources={

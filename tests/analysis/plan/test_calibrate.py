@@ -111,7 +111,10 @@ def test_an_unknown_device_has_the_peaks_and_the_memory_that_were_measured(tmp_p
     assert (found.memory, found.memory_bandwidth) == (7 * 2**30, 1.5e12)
     assert (found.inside_host, found.across_hosts, found.power) == (LINK, None, None)
     # A matmul of the fastest rate is the reference, and sizes decide what a matmul reaches.
-    assert (found.reference.matmul, found.reference.memory, found.efficiency.memory) == (1, 1, 1)
+    assert (found.reference.matmul, found.reference.memory) == (1, 1)
+    h200 = hardware('h200')
+    trained = h200.efficiency.memory / h200.reference.memory
+    assert found.efficiency.memory == pytest.approx(trained, abs=0.005)
     assert found.efficiency.matmul * (1024 / (1024 + found.efficiency.half_size)) ** 3 < 1
     file = tmp_path / 'here.yaml'
     file.write_text(calibrate._yaml(found))
@@ -178,12 +181,22 @@ def test_a_known_gpu_keeps_what_its_vendor_says():
     found = calibrate._hardware(
         DEVICE, h100, MEASURED, h100.memory, h100.memory_bandwidth / 2, None
     )
-    assert (found.efficiency.memory, found.reference.memory) == (0.5, 0.5)
+    assert found.reference.memory == 0.5
+    trained = h100.efficiency.memory
+    assert found.efficiency.memory == pytest.approx(0.5 / h100.reference.memory * trained)
     assert found.reference.matmul == pytest.approx(4e14 / h100.peak_flops['bfloat16'])
-    assert (
-        calibrate._hardware(DEVICE, h100, MEASURED, h100.memory, 1e99, LINK).efficiency.memory
-        == 1.0
-    )
+    fast = calibrate._hardware(DEVICE, h100, MEASURED, h100.memory, 1e99, LINK)
+    assert (fast.efficiency.memory, fast.reference.memory) == (trained, 1.0)
+
+
+@pytest.mark.parametrize('name', ['h200', 'a100', 'v100'])
+def test_a_copy_at_the_rate_of_the_record_keeps_what_training_reaches(name):
+    known = hardware(name)
+    rates = {dtype: [Rate(2048, 1e13)] for dtype in known.peak_flops}
+    copy = known.reference.memory * known.memory_bandwidth
+    found = calibrate._hardware(DEVICE, known, rates, known.memory, copy, None)
+    assert found.efficiency.memory == pytest.approx(known.efficiency.memory)
+    assert found.reference.memory == pytest.approx(known.reference.memory)
 
 
 @pytest.mark.parametrize('name', ['h100', 'gb200', 'h100_pcie'])
