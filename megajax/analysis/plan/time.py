@@ -138,11 +138,6 @@ class _InGroup:
         sent = transfers(collectives, self.config, self.cluster, self.program, waiting)
         return tuple(sent), waiting
 
-    @cached_property
-    def num_launches(self) -> int:
-        """Return the number of kernels of a step."""
-        return self.program.num_launches(self.config)
-
 
 class Timer:
     """The times of the steps of one model and batch on a cluster, in any layout.
@@ -174,7 +169,9 @@ class Timer:
             products=group.products + sum(seconds for _, seconds in of_muon),
             idle=group.idle,
             memory_bound=group.memory_bound + sum(seconds for _, seconds in of_weights),
-            launches=launch_seconds([*group.parts, *of_weights, *of_muon], group.num_launches),
+            launches=launch_seconds(
+                [*group.parts, *of_weights, *of_muon], program.num_launches(config)
+            ),
             transfers=(*group.transfers, *over_data),
             flops=self._flops_of(asked, flash=group.flash),
             tokens=config.train.batch_size * config.train.seq_len,

@@ -207,6 +207,15 @@ def test_a_grid_divides_products_among_its_devices():
     assert all(one.hidden == 0 for one in square.transfers if one.axis != 'data')
 
 
+def test_each_zero_stage_has_its_own_launches_in_a_timer():
+    cluster = Cluster.of(H100, 64)
+    timer, few = Timer(cluster), ['train.batch_size=64', 'mesh.data=64', 'mesh.model=1']
+    stages = [load('gpt2_345m', [*few, f'optim.shard={shard}']) for shard in ('none', 'weights')]
+    steps = [timer.step(config) for config in stages]
+    assert steps == [step_time(config, cluster) for config in stages]
+    assert 0 < steps[0].launches < steps[1].launches
+
+
 def test_what_a_timer_shares_between_layouts_changes_none():
     cluster = Cluster.of(H100, 16)
     timer = Timer(cluster)
