@@ -131,7 +131,7 @@ def for_config(
         imbalance=_imbalance(config, source) if imbalance is None else imbalance,
         savings=what_if,
     )
-    _draw(plots, result, config, program, gpu, link)
+    _draw(plots, result, config, program, gpu, gpus_per_host, link)
     _show(result, json=json, layout=write)
 
 
@@ -319,6 +319,7 @@ def _draw(
     asked: Config,
     program: 'ProgramName',
     gpu: str,
+    gpus_per_host: int | None,
     link: 'LinkName | None',
 ) -> None:
     if not plots:
@@ -330,7 +331,7 @@ def _draw(
     from megajax.core.hardware.records import hardware
 
     config = result.planned()
-    cluster = Cluster.of(hardware(gpu, link), result.gpus, result.gpus_per_host)
+    cluster = Cluster.of(hardware(gpu, link), result.gpus, gpus_per_host)
     for name, path in plots.items():
         if name == 'schedule':
             figure = schedule_plot.schedule(config)

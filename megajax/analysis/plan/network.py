@@ -20,6 +20,8 @@ class Cluster:
     hardware: Hardware
     num_devices: int
     devices_per_host: int
+    # GPUs in a full host if they were given; otherwise, as many as the type is sold with.
+    full_host: int | None = None
 
     @classmethod
     def of(cls, hardware: Hardware, num_devices: int, devices_per_host: int | None = None) -> Self:
@@ -36,16 +38,22 @@ class Cluster:
                 f'use {below} or {below + per_host}, or set the number of GPUs per host'
             )
         each = hardware.shared(per_host)
-        return cls(hardware=each, num_devices=num_devices, devices_per_host=per_host)
+        return cls(
+            hardware=each,
+            num_devices=num_devices,
+            devices_per_host=per_host,
+            full_host=devices_per_host if hardware.is_gpu else None,
+        )
 
     def resized(self, num_devices: int) -> Self:
         """Return a cluster of another number of these GPUs.
 
         A part of a host grows to full hosts if the GPUs fill hosts; other hosts keep their size.
         """
-        per_host, sold = self.devices_per_host, _sold(self.hardware, num_devices)
-        if self.num_hosts == 1 and (num_devices <= sold or num_devices % sold == 0):
-            per_host = max(per_host, sold)
+        per_host = self.devices_per_host
+        full = self.full_host or _sold(self.hardware, num_devices)
+        if self.num_hosts == 1 and (num_devices <= full or num_devices % full == 0):
+            per_host = max(per_host, full)
         return self.of(self.hardware, num_devices, per_host)
 
     @cached_property

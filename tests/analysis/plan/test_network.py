@@ -193,6 +193,9 @@ def test_the_parts_of_groups_in_equal_domains_are_those_that_counting_finds(
         (8, None, 64, (64, 8)),
         (12, 6, 24, (24, 6)),  # hosts of another size remain
         (16, 16, 32, (32, 16)),
+        (4, 4, 8, (8, 4)),
+        (2, 4, 8, (8, 4)),
+        (2, 4, 2, (2, 2)),
     ],
 )
 def test_a_part_of_a_host_grows_to_full_hosts(gpus, per_host, count, resized):
