@@ -13,6 +13,8 @@ from support import slow
 from typer.testing import CliRunner
 
 from megajax.commands.main import app
+from megajax.core.config import load
+from megajax.core.counts.flash import uses_flash
 from megajax.core.hardware.records import Hardware, hardware
 
 ROOT = Path(__file__).parents[1]
@@ -150,6 +152,18 @@ def test_the_gpu_of_the_guide_can_be_planned_for(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert '8 x NVIDIA L40S, 1 host of 8' in result.output
     assert 'unverified' in result.output
+
+
+def test_attention_on_the_gpu_of_the_guide_is_one_kernel_in_memory_and_in_time(
+    tmp_path: Path,
+) -> None:
+    (text,) = blocks('add_a_gpu', 'yaml')
+    (file := tmp_path / 'l40s.yaml').write_text(text)
+    gpu, config = hardware(file), load('llama3_8b')
+    assert uses_flash(config, gpu.compute_capability)
+    for kernel in ('flash', 'flash_2'):
+        assert gpu.efficiency.of_attention(kernel, config.train.seq_len) is not None
+    assert gpu.efficiency == hardware('h100').efficiency.changed(fp8=gpu.efficiency.fp8)
 
 
 def test_the_gpu_of_the_guide_has_every_key_but_its_fit_and_a_source_for_each(

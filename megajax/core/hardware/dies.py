@@ -72,8 +72,11 @@ class Efficiency(Section):
     fp8: PositiveFloat = FP8_SHARE
 
     def of_attention(self, kernel: Literal['flash', 'flash_2'], length: int) -> float | None:
-        """Return the share of the peak that attention in one kernel reaches; None if not given."""
-        if kernel == 'flash_2' and self.flash_2:
+        """Return the share of the peak that attention in one kernel reaches; None if not given.
+
+        If only the other kernel's share is given, it counts.
+        """
+        if self.flash_2 and (kernel == 'flash_2' or not self.flash):
             return self.flash_2
         return self.flash and self.flash * length / (length + self.half_length)
 
