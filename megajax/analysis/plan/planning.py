@@ -1,6 +1,7 @@
 """Plan a config on a number of GPUs: memory, time and alternative layouts."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ def plan(
         tokens=tokens,
         days=time.days(tokens) if tokens else None,
         cost=_cost(time, cluster, tokens or TOKENS, price),
-        faults=_faults(time, lost),
+        faults=_faults(planned, time, lost),
         windows=on_windows(planned, time, cluster, software),
         experts=on_experts(ranking),
         imbalance=None if config.model.experts is None else imbalance,
@@ -223,8 +224,9 @@ def _cost(time: StepTime, cluster: Cluster, tokens: float, price: float | None) 
     )
 
 
-def _faults(time: StepTime, lost: Faults) -> FaultsLine:
+def _faults(config: Config, time: StepTime, lost: Faults) -> FaultsLine:
     every = max(1, round(lost.best_interval / time.total))
+    minutes, least = config.checkpoint.minutes, math.ceil(every * time.total / 60)
     return FaultsLine(
         checkpoint_bytes=lost.checkpoint_bytes,
         hold_up=lost.hold_up,
@@ -233,6 +235,7 @@ def _faults(time: StepTime, lost: Faults) -> FaultsLine:
         interval=lost.interval,
         goodput=lost.goodput(lost.interval),
         best_every=every,
+        best_minutes=least if minutes is not None and minutes < least else None,
         best_goodput=lost.goodput(every * time.total),
     )
 

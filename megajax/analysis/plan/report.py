@@ -184,6 +184,9 @@ def _rates(plan: Plan) -> Text:
 def _run(plan: Plan) -> list[Text]:
     """Return lines about the full run: GPU-hours, energy, price, checkpoints and failures."""
     cost, faults = plan.cost, plan.faults
+    best = f'checkpoint.every={faults.best_every}'
+    if faults.best_minutes is not None:
+        best += f' checkpoint.minutes={faults.best_minutes}'
     spent = [
         f'{cost.tokens:,.0f} tokens: {count(round(cost.gpu_hours), "GPU-hour")} ({_band(plan)})',
     ]
@@ -204,7 +207,7 @@ def _run(plan: Plan) -> list[Text]:
             f'goodput: {faults.goodput:.2%} with a failure every '
             f'{faults.between_failures / 3600:,.0f} h '
             f'and a checkpoint every {duration(faults.interval)}; '
-            f'{faults.best_goodput:.2%} with checkpoint.every={faults.best_every}'
+            f'{faults.best_goodput:.2%} with {best}'
         ),
     ]
 

@@ -76,6 +76,10 @@ class FaultsLine(Result):
         description='share of the time spent on steps that are not lost to failures'
     )
     best_every: int = Field(description='the checkpoint.every with the highest goodput')
+    best_minutes: int | None = Field(
+        default=None,
+        description='the least checkpoint.minutes for best_every; null if the config allows it',
+    )
     best_goodput: float
 
 

@@ -9,6 +9,7 @@ import pytest
 from megajax.analysis.plan.goodput import Faults, faults
 from megajax.analysis.plan.memory import memory
 from megajax.analysis.plan.network import Cluster
+from megajax.analysis.plan.planning import plan
 from megajax.analysis.plan.time import step_time
 from megajax.core.config import load
 from megajax.core.counts.parameters import num_parameters
@@ -107,3 +108,17 @@ def test_a_checkpoint_is_due_by_steps_or_by_minutes():
     time = step_time(seldom, cluster)
     assert faults(often, time, cluster).interval == 60
     assert faults(seldom, time, cluster).interval == 1000 * time.total
+
+
+@pytest.mark.parametrize(('minutes', 'allows'), [('0.1', False), ('10000', True), ('null', True)])
+def test_the_best_interval_is_one_that_the_minutes_allow(minutes: str, allows: bool) -> None:
+    config = load('gpt2_124m', ['mesh.data=8', 'mesh.model=1', f'checkpoint.minutes={minutes}'])
+    found = plan(config, gpu='h100')
+    line = found.faults
+    assert (line.best_minutes is None) == allows
+    assert ('checkpoint.minutes=' in str(found)) == (not allows)
+    values = {'every': line.best_every, 'minutes': line.best_minutes or config.checkpoint.minutes}
+    best = config.model_copy(update={'checkpoint': config.checkpoint.changed(**values)})
+    cluster = Cluster.of(hardware('h100'), 8)
+    lost = faults(best, step_time(best, cluster), cluster)
+    assert lost.goodput(lost.interval) == pytest.approx(line.best_goodput)
