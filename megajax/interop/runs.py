@@ -23,6 +23,7 @@ from megajax.runtime.data.masked import SPECIAL
 from megajax.runtime.data.text.tokenizer import Tokenizer, make_tokenizer
 from megajax.runtime.run.inputs import REPLACED, foreign_files, write_inputs
 from megajax.runtime.run.lock import run_lock
+from megajax.runtime.run.shared_folder import check_shared
 
 ADAPTER = '.adapter.'  # follows the linear layer's name in the names of an adapter's matrices
 
@@ -86,6 +87,7 @@ def start_run(
     with jax.set_mesh(mesh):
         params = load(config)
     with run_lock(out), jax.set_mesh(mesh):
+        check_shared(out)
         write_inputs(out, config, tokenizer, companions)
         if jax.process_index() == 0 and companions.chat_template is not None:
             write_output(out / TEMPLATE, companions.chat_template)

@@ -17,7 +17,6 @@ from megajax.base.files.json_file import parse_json
 from megajax.base.files.locks import TAKEN, lock
 from megajax.core.config import ConfigError
 from megajax.core.config.recorded import LOCK
-from megajax.runtime.run.shared_folder import check_shared
 
 logger = logging.getLogger(__name__)
 
@@ -26,12 +25,11 @@ logger = logging.getLogger(__name__)
 def run_lock(folder: Path) -> Iterator[None]:
     """Lock the run directory during the block; the first process does so for all processes.
 
-    The directory is created if it does not exist. Raises ConfigError if another run has the lock,
-    and in all processes if one of them does not see the directory of the first. The kernel releases
-    a lock whenever its process ends, so the lock of a killed process is taken over, with a warning.
+    The directory is created if it does not exist. Raises ConfigError if another run has the lock.
+    The kernel releases a lock whenever its process ends, so the lock of a killed process is taken
+    over, with a warning.
     """
     if jax.process_index():
-        check_shared(folder)
         yield
         return
     path = folder / LOCK
@@ -42,7 +40,6 @@ def run_lock(folder: Path) -> Iterator[None]:
         start = f'{datetime.datetime.now(datetime.UTC):%FT%TZ}'
         _write(file, {'host': socket.gethostname(), 'pid': os.getpid(), 'start': start})
         try:
-            check_shared(folder)
             yield
         finally:
             # The file is not unlinked: a process that has already opened it would lock a file
@@ -84,7 +81,9 @@ def _open(path: Path) -> IO[str]:
 def _take(path: Path, file: IO[str]) -> None:
     try:
         lock(file.fileno(), path)
-    except BlockingIOError as error:
+        if not os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+            raise FileNotFoundError  # a start that failed has just deleted its new directory
+    except (BlockingIOError, FileNotFoundError) as error:
         holder = _holder(file) or 'a process that is starting or ending'
         raise ConfigError(
             f'{path.parent} is locked by {holder}: wait for it, stop it, or choose another run '

@@ -32,6 +32,7 @@ from megajax.runtime.processes.consensus import from_first, text_from_first
 from megajax.runtime.run.infer_config import NO_FILES, candidates_of_start, tokenizer_of
 from megajax.runtime.run.inputs import check_replaced
 from megajax.runtime.run.lock import run_lock
+from megajax.runtime.run.shared_folder import check_shared
 
 # The parts of a model that a run cannot add, by section.
 OF_IMAGES = {'vision': 'encoder of images', 'relevance': 'scorers of regions'}
@@ -218,7 +219,8 @@ def opened_folder(config: Config, name: str) -> Iterator[Path]:
     If it is new, the first process deletes it if the block fails there before the run has its
     config: the lock that is left in a folder is evidence that the files in it are a run's. Raises
     ConfigError, before it writes anything, if the directory has files of other origin that the run
-    would replace.
+    would replace; if another run has the lock; and in all processes if one of them does not see the
+    directory of the first.
     """
     folder, is_new = run_folder(config, name), False
     if jax.process_index() == 0:
@@ -226,11 +228,18 @@ def opened_folder(config: Config, name: str) -> Iterator[Path]:
         is_new = config.run.dir is None or _is_created(folder)
     try:
         with run_lock(folder):
-            yield folder
-    except BaseException:
-        if is_new and not (folder / CONFIG).exists():
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
+            try:
+                check_shared(folder)
+                yield folder
+            except BaseException:
+                if is_new and not (folder / CONFIG).exists():
+                    shutil.rmtree(folder, ignore_errors=True)
+                raise
+    finally:
+        if is_new:
+            # NFS keeps a folder while the lock in it is open. A folder that has files stays.
+            with suppress(OSError):
+                folder.rmdir()
 
 
 def run_folder(config: Config, name: str) -> Path:

@@ -2,17 +2,23 @@
 
 import re
 import shlex
+import shutil
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from checkpoints import make_state, tiny
 from support import disk_full_at, on_mesh
 
+from megajax.base.files import locks
 from megajax.core.config import ConfigError, dump, load
+from megajax.core.config.recorded import LOCK
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
 from megajax.runtime.checkpoint.hf_files import Companions
 from megajax.runtime.data.text.tokenizer import byte_tokenizer, load_tokenizer
+from megajax.runtime.run import start as run_start
 from megajax.runtime.run.inputs import REPLACED, write_inputs
+from megajax.runtime.run.lock import run_lock
 from megajax.runtime.run.start import opened_folder
 
 
@@ -76,6 +82,42 @@ def test_a_failed_start_does_not_make_a_users_later_files_those_of_a_run(tmp_pat
     (own / 'tokenizer.json').write_text('mine')
     start = opened_folder(tiny(run={'dir': str(own)}), 'a')
     with pytest.raises(ConfigError, match='no run has written'), start:
+        pass
+
+
+def test_a_start_that_another_overtakes_leaves_the_new_folder_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / 'run'
+    is_created = run_start._is_created
+    with ExitStack() as other:
+
+        def overtaken(path: Path) -> bool:
+            is_new = is_created(path)
+            other.enter_context(run_lock(path))
+            return is_new
+
+        monkeypatch.setattr(run_start, '_is_created', overtaken)
+        later = opened_folder(tiny(run={'dir': str(folder)}), 'a')
+        with pytest.raises(ConfigError, match='is locked by'), later:
+            pass
+        assert (folder / LOCK).read_text()
+
+
+def test_a_folder_that_is_deleted_during_the_start_is_not_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / 'run'
+
+    def deleted(descriptor: int, path: Path) -> None:
+        shutil.rmtree(folder)
+        locks.lock(descriptor, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr('megajax.runtime.run.lock.lock', deleted)
+        with pytest.raises(ConfigError, match='is locked by'), run_lock(folder):
+            pass
+    with run_lock(folder):
         pass
 
 
