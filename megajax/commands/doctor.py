@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.base.errors import ConfigError
+from megajax.base.files.locks import TAKEN
 from megajax.commands.ask_jax import MARK
 from megajax.commands.diagnosis import Diagnosis
 from megajax.commands.doctor_links import look_at_nccl
@@ -290,10 +291,10 @@ def _files(diagnosis: Diagnosis, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _two_handles(folder: Path) -> Iterator[tuple[int, int]]:
-    """Create a temporary file in `folder` and open it twice."""
+    """Create a temporary file in `folder` and open it twice to write, as NFS's locks require."""
     with (
         tempfile.NamedTemporaryFile(dir=folder, prefix='.doctor-') as first,
-        open(first.name, 'rb') as second,
+        open(first.name, 'r+b') as second,
     ):
         yield first.fileno(), second.fileno()
 
@@ -305,6 +306,6 @@ def _locks(first: int, second: int) -> bool:
         return False
     try:
         fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+    except OSError as error:
+        return error.errno in TAKEN
     return False

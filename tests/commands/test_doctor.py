@@ -2,6 +2,8 @@
 itself.
 """
 
+import errno
+import fcntl
 import functools
 import os
 import py_compile
@@ -224,6 +226,24 @@ def test_a_file_system_without_locks_or_room_is_found(
     locks, room = whats(diagnose(tmp_path, environ=CPU))
     assert 'does not support file locks' in locks
     assert 'GB free; a checkpoint takes 12 bytes' in room
+
+
+@pytest.mark.usefixtures('jax_said')
+def test_a_file_system_that_locks_only_files_opened_to_write_has_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock = fcntl.flock
+
+    def flock_of_nfs(descriptor: int, operation: int) -> None:
+        access = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
+        if operation & fcntl.LOCK_EX and access == os.O_RDONLY:
+            raise OSError(errno.EBADF, 'Bad file descriptor')
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(doctor.fcntl, 'flock', flock_of_nfs)
+    found = diagnose(tmp_path, environ=CPU)
+    assert found.findings == []
+    assert dict(found.facts)['folder'].endswith('flock works')
 
 
 @pytest.mark.usefixtures('jax_said')
