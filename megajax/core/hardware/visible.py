@@ -1,5 +1,6 @@
 """The GPUs that this process may use. Imports no jax."""
 
+import itertools
 import os
 import re
 import subprocess
@@ -13,14 +14,15 @@ DEVICES = Path('/dev')
 def visible_gpus(environ: Mapping[str, str] = os.environ) -> int:
     """Return the number of NVIDIA GPUs that a process on this machine may use.
 
-    If CUDA_VISIBLE_DEVICES is set, only the GPUs in it count; with JAX_PLATFORMS=cpu, there are
-    none. If nvidia-smi lists no GPU, for example because it is missing or fails, GPUs count whose
-    device file this process may open.
+    If CUDA_VISIBLE_DEVICES is set, only the GPUs in it count, as in CUDA up to the first word that
+    is neither an index nor a UUID; with JAX_PLATFORMS=cpu, there are none. If nvidia-smi lists no
+    GPU, for example because it is missing or fails, GPUs count whose device file this process may
+    open.
     """
     if environ.get('JAX_PLATFORMS', '').startswith('cpu'):
         return 0
     if (chosen := environ.get('CUDA_VISIBLE_DEVICES')) is not None:
-        return sum(name.strip() not in ('', '-1') for name in chosen.split(','))
+        return len(_chosen(chosen))
     files = (file for file in DEVICES.glob('nvidia*') if re.fullmatch(r'nvidia\d+', file.name))
     return _listed() or sum(map(_may_open, files))
 
@@ -37,6 +39,11 @@ def lacks_gpus_of_slurm(environ: Mapping[str, str] = os.environ) -> bool:
     """
     in_slurm = 'SLURM_JOB_ID' in environ and not environ.get('JAX_PLATFORMS')
     return in_slurm and has_cuda_plugin() and not visible_gpus(environ)
+
+
+def _chosen(devices: str) -> list[str]:
+    words = (word.strip() for word in devices.split(','))
+    return [*itertools.takewhile(re.compile(r'\d+|(GPU|MIG)-.+').fullmatch, words)]
 
 
 def _may_open(device: Path) -> bool:

@@ -12,6 +12,7 @@ TASK = {'SLURM_JOB_ID': '7', 'CUDA_VISIBLE_DEVICES': ''}
     ('environ', 'plugin', 'lacks'),
     [
         (TASK, True, True),
+        (TASK | {'CUDA_VISIBLE_DEVICES': 'NoDevFiles'}, True, True),
         (TASK, False, False),
         ({'CUDA_VISIBLE_DEVICES': ''}, True, False),
         (TASK | {'JAX_PLATFORMS': 'cpu'}, True, False),

@@ -202,6 +202,9 @@ def test_steps_of_one_slurm_job_meet_at_different_ports():
     ('environ', 'count'),
     [
         ({'CUDA_VISIBLE_DEVICES': '4,5'}, 2),
+        ({'CUDA_VISIBLE_DEVICES': ' GPU-5ebe9f43, MIG-GPU-5ebe9f43/1/0'}, 2),
+        ({'CUDA_VISIBLE_DEVICES': '0,-1,1'}, 1),
+        ({'CUDA_VISIBLE_DEVICES': 'NoDevFiles'}, 0),
         ({'CUDA_VISIBLE_DEVICES': ''}, 0),
         ({'CUDA_VISIBLE_DEVICES': '0', 'JAX_PLATFORMS': 'cpu'}, 0),
     ],
