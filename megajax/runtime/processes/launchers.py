@@ -14,8 +14,9 @@ class Launcher(NamedTuple):
     name: str
     rank: str
     size: str | None  # None: the launcher does not set the number of processes
-    # variables for the index and the number of the processes on this host
-    local: tuple[str, str] | None = None
+    # Pairs of variables for the index and the number of the processes on this host. A launcher sets
+    # one pair, or none.
+    local: tuple[tuple[str, str], ...] = ()
 
 
 class Place(NamedTuple):
@@ -27,13 +28,13 @@ class Place(NamedTuple):
     on_node: int = 0  # number of GPUs of this host, 0 if unknown
 
 
-TORCH = Launcher('torchrun', 'RANK', 'WORLD_SIZE', ('LOCAL_RANK', 'LOCAL_WORLD_SIZE'))
+TORCH = Launcher('torchrun', 'RANK', 'WORLD_SIZE', (('LOCAL_RANK', 'LOCAL_WORLD_SIZE'),))
 SLURM = Launcher('srun', 'SLURM_PROCID', SLURM_SIZE)
 OPEN_MPI = Launcher(
     'mpirun of Open MPI',
     'OMPI_COMM_WORLD_RANK',
     'OMPI_COMM_WORLD_SIZE',
-    ('OMPI_COMM_WORLD_LOCAL_RANK', 'OMPI_COMM_WORLD_LOCAL_SIZE'),
+    (('OMPI_COMM_WORLD_LOCAL_RANK', 'OMPI_COMM_WORLD_LOCAL_SIZE'),),
 )
 # If launcher A also sets the variables of launcher B, A comes before B.
 OTHERS = (
@@ -41,17 +42,18 @@ OTHERS = (
         'MVAPICH',
         'MV2_COMM_WORLD_RANK',
         'MV2_COMM_WORLD_SIZE',
-        ('MV2_COMM_WORLD_LOCAL_RANK', 'MV2_COMM_WORLD_LOCAL_SIZE'),
+        (('MV2_COMM_WORLD_LOCAL_RANK', 'MV2_COMM_WORLD_LOCAL_SIZE'),),
     ),
     Launcher(
         'mpirun of MPICH or Intel MPI',
         'PMI_RANK',
         'PMI_SIZE',
-        ('MPI_LOCALRANKID', 'MPI_LOCALNRANKS'),
+        (('MPI_LOCALRANKID', 'MPI_LOCALNRANKS'), ('PMI_LOCAL_RANK', 'PMI_LOCAL_SIZE')),
     ),
     Launcher('Flux', 'FLUX_TASK_RANK', 'FLUX_JOB_SIZE'),
+    # Without jsrun's local rank: each of its resource sets has GPUs of its own.
     Launcher('jsrun', 'JSM_NAMESPACE_RANK', 'JSM_NAMESPACE_SIZE'),
-    Launcher('PALS', 'PALS_RANKID', None),
+    Launcher('PALS', 'PALS_RANKID', None, (('PALS_LOCAL_RANKID', 'PALS_LOCAL_SIZE'),)),
     Launcher('ALPS', 'ALPS_APP_PE', None),
     Launcher('PMIx', 'PMIX_RANK', None),
 )
@@ -93,10 +95,11 @@ def _is_of_slurm(found: Launcher, environ: Mapping[str, str]) -> bool:
 
 
 def _local(launcher: Launcher, environ: Mapping[str, str]) -> tuple[int, int] | None:
-    values = [environ.get(name, '') for name in launcher.local or ()]
-    if not values or not all(value.isdecimal() for value in values):
-        return None
-    return int(values[0]), max(int(values[1]), 1)
+    for index, count in launcher.local:
+        place, total = environ.get(index, ''), environ.get(count, '')
+        if place.isdecimal() and total.isdecimal():
+            return int(place), max(int(total), 1)
+    return None
 
 
 def _torch(environ: Mapping[str, str]) -> Place:

@@ -23,6 +23,8 @@ SLURM = {
 }
 # As `mpirun -n 2 env` of MPICH 4.0 prints them.
 MPICH = {'PMI_RANK': '1', 'PMI_SIZE': '2', 'MPI_LOCALRANKID': '1', 'MPI_LOCALNRANKS': '2'}
+CRAY_MPICH = {'PMI_RANK': '1', 'PMI_SIZE': '2', 'PMI_LOCAL_RANK': '1', 'PMI_LOCAL_SIZE': '2'}
+PALS = {'PALS_RANKID': '1', 'PALS_LOCAL_RANKID': '1', 'PALS_LOCAL_SIZE': '2'}
 TORCHRUN = {
     'RANK': '1',
     'WORLD_SIZE': '2',
@@ -71,6 +73,8 @@ def test_process_0_is_on_the_first_node_that_scontrol_show_hostnames_names(nodes
     [
         (MPICH | HERE, 1, '127.0.0.1:81', None),
         (MPICH | HERE | GPUS, 1, '127.0.0.1:81', (2, 3)),
+        (CRAY_MPICH | HERE | GPUS, 1, '127.0.0.1:81', (2, 3)),
+        (PALS | HERE | GPUS | {'MEGAJAX_PROCESSES': '2'}, 1, '127.0.0.1:81', (2, 3)),
         (OPEN_MPI_5 | HERE, 0, '127.0.0.1:81', None),
         (PMIX | HERE | {'MEGAJAX_PROCESSES': '2'}, 0, '127.0.0.1:81', None),
         (TORCHRUN, 1, '10.0.0.1:62269', None),
