@@ -3,6 +3,7 @@
 import math
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.stages import Wrapped
@@ -38,6 +39,7 @@ def make_eval_step(config: Config) -> Wrapped:
     objective = Objective.of(config, layout, is_training=False)
 
     def eval_step(params: nnx.State, batch: Batch) -> Metrics:
+        batch = batch | {'loss_mask': batch['loss_mask'].astype(jnp.float32)}
         params = copy_encoder(gather_once(params, config, layout), layout)
         weights = params if config.optim.shard == 'weights' else None
 

@@ -33,8 +33,8 @@ def with_weights(batch: Batch, config: Config, layout: Layout) -> Batch:
     """
     _check_shape(batch, config)
     # Weights that add up to one over the global batch make the mean exact, however the mask is
-    # distributed over the shards.
-    mask_BS = batch['loss_mask']
+    # distributed over the shards. Their sum may exceed the range of a mask in 16 bits.
+    mask_BS = batch['loss_mask'].astype(jnp.float32)
     total = mask_BS.sum()
     added = {'weights': mask_BS / jnp.where(total > 0, total, 1)}
     if config.model.is_bert:

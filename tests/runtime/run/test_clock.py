@@ -72,6 +72,28 @@ def test_the_seconds_of_all_starts_are_summed_and_what_is_done_again_is_lost(
     assert both['total'] == pytest.approx(first['seconds']['total'] + last['total'], abs=2e-3)
 
 
+def test_a_start_that_is_killed_at_once_counts_with_the_steps_that_it_repeats(
+    tmp_path: Path,
+) -> None:
+    first = work(start(tmp_path, 0, lost_seconds=0), 0.05, until=7)
+    start(tmp_path, 4, lost_seconds=0.03)  # killed before its first step
+    third = work(start(tmp_path, 4, lost_seconds=0), 0, until=5)
+    assert third['starts'] == 3
+    assert third['seconds']['lost'] == 0.03
+    assert third['seconds']['productive'] == pytest.approx(
+        first['seconds']['productive'] + third['seconds_of_last_start']['productive'] - 0.03,
+        abs=2e-3,
+    )
+
+
+def test_what_is_rolled_back_is_lost_in_the_file_too(tmp_path: Path) -> None:
+    summary = start(tmp_path, 0, lost_seconds=0)
+    work(summary, 0.05, until=7)
+    summary.roll_back(4, lost_seconds=0.03)
+    written = json.loads(summary.path.read_text())
+    assert (written['step'], written['seconds']['lost']) == (4, 0.03)
+
+
 @pytest.mark.parametrize('content', ['', '{"step": 3, "sta', '[]', '{"seconds": 3}', '[' * 100_000])
 def test_a_summary_that_cannot_be_read_begins_anew(tmp_path: Path, content: str) -> None:
     (tmp_path / 'summary.json').write_text(content)

@@ -23,7 +23,7 @@ from megajax.core.train.step import init_state
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
 from megajax.runtime.checkpoint.record import read_record
 from megajax.runtime.data import Batches
-from megajax.runtime.run import compile_step, trainer
+from megajax.runtime.run import clock, compile_step, trainer
 from megajax.runtime.run.log.metrics import MetricsWriter
 from megajax.runtime.run.log.report import StepReport
 from megajax.runtime.run.rollback import ROLLBACKS
@@ -194,6 +194,38 @@ def test_a_batch_that_is_refused_is_not_read_again(start: Any) -> None:
     assert 2 in read[:restarted]
     assert read[restarted : restarted + 6] == list(range(3, 9))
     assert 2 not in read[restarted:]
+
+
+def test_the_summary_on_disk_counts_what_a_rollback_has_lost_before_the_next_step(
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / 'small.yaml').write_text(CONFIG.replace('every: 1,', 'every: 4,'))
+    written, read_on = list[dict[str, Any]](), Trainer._read_on
+
+    def read(trainer: Trainer) -> Any:
+        written.append(json.loads((tmp_path / 'run/summary.json').read_text()))
+        return read_on(trainer)
+
+    monkeypatch.setattr(Trainer, '_read_on', read)
+    start(6)
+    assert [summary['step'] for summary in written] == [0, 4]
+    assert written[1]['seconds']['lost'] > 0
+
+
+def test_the_summary_is_written_between_the_steps_that_are_logged(
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clock, 'EVERY', 0.0)
+    (tmp_path / 'small.yaml').write_text(CONFIG.replace('log_every: 1', 'log_every: 100'))
+    written, save = list[int](), Trainer._save
+
+    def read(trainer: Trainer) -> None:
+        written.append(json.loads((tmp_path / 'run/summary.json').read_text())['step'])
+        save(trainer)
+
+    monkeypatch.setattr(Trainer, '_save', read)
+    start()
+    assert written == [*range(1, 9)]
 
 
 def test_a_run_with_another_batch_size_records_the_samples_that_it_has_read(
