@@ -71,6 +71,35 @@ def test_a_run_is_continued_and_keeps_the_points_that_it_has(tmp_path, monkeypat
     assert settings['init_timeout'] == settings['finish_timeout'] == SECONDS
 
 
+def test_an_evaluation_that_a_resume_repeats_is_a_point(tmp_path, monkeypatch):
+    service = Service(step=3)  # the points of steps 0 to 2
+    monkeypatch.setitem(sys.modules, 'wandb', service)
+    tracker = WandB(tmp_path, 'project', {})
+    tracker.write(1, {'validation_loss': 9.0})  # a resume from an older step
+    tracker.write(2, {'validation_loss': 1.0})
+    tracker.write(3, {'loss': 2.0})
+    assert service.points == [(3, {'validation_loss': 1.0}), (3, {'loss': 2.0})]
+
+
+def test_a_run_that_goes_back_says_what_wandb_does_not_show(tmp_path, monkeypatch, caplog):
+    service = Service(step=3)
+    monkeypatch.setitem(sys.modules, 'wandb', service)
+    with MetricsWriter(tmp_path, 2, config=CONFIG) as writer:
+        for step in range(3, 10):
+            writer.write(step, loss=1.0)
+        assert not caplog.records
+        writer.rewind(5)
+        for step in range(6, 11):
+            writer.write(step, loss=2.0)
+    assert [step for step, values in service.points if values['loss'] == 2] == [9, 10]
+    service.step = 11
+    with MetricsWriter(tmp_path, 8, config=CONFIG):
+        pass
+    gone = [message.partition(':')[0] for message in caplog.messages]
+    assert gone == [f'wandb cannot go back to step {step}' for step in (5, 8)]
+    assert ['no new ones before step 9;' in text for text in caplog.messages] == [True, False]
+
+
 def test_a_copy_begins_a_run_of_its_own_and_a_moved_folder_does_not(tmp_path, monkeypatch):
     service = Service()
     monkeypatch.setitem(sys.modules, 'wandb', service)

@@ -159,8 +159,11 @@ class WandB:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Add a point to each curve; after a failure, write nothing more.
 
-        wandb cannot go back, so a step that it already has keeps its old point.
+        wandb cannot go back, so a step that it already has keeps its old point. An evaluation of
+        the last of these steps, which was stopped and is repeated on resume, is added to the next.
         """
+        if 'loss' not in values and step == self._next - 1:
+            step = self._next
         if self._failed or step < self._next:
             return
         try:
@@ -173,7 +176,14 @@ class WandB:
         self._next = step
 
     def rewind(self, step: int) -> None:
-        """Do nothing: see `write`."""
+        """Warn if wandb has points after the next step, which it keeps: see `write`."""
+        if not self._failed and step + 1 < self._next:
+            logger.warning(
+                'wandb cannot go back to step %d: it keeps its old points, and gets no new ones '
+                'before step %d; metrics.jsonl and TensorBoard have all of them',
+                step,
+                self._next,
+            )
 
     def close(self, exit_code: int = 0) -> None:
         """Send the remaining data, or keep them on disk if there is no network.
