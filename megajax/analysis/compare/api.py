@@ -10,6 +10,7 @@ import numpy as np
 from megajax.analysis.compare.difference import Comparison, compare_recordings, config_of
 from megajax.analysis.compare.in_transformers import check_installed, execute_with_transformers
 from megajax.analysis.compare.recording import SUFFIX, Recording, read_recording, write_recording
+from megajax.analysis.compare.site_memory import check_site_memory
 from megajax.analysis.compare.sources import WITHOUT_DROPOUT, Source, check_comparable
 from megajax.base.files.outputs import check_outputs
 from megajax.core.config import Config, ConfigError
@@ -78,6 +79,7 @@ def compare(
             _check_dropout_of_dumps(sides)
         fixed = [side.recording is not None for side in sides]
         check_comparable(sides[0].config, sides[1].config, names=[a, b], fixed=fixed)
+        _check_memory(sides)
         batch = _batch(sides, data=data)
         _make_meshes(sides)
         return compare_recordings(
@@ -119,6 +121,7 @@ def dump(
         if source.kind == 'dump':
             raise ConfigError(f'{name} is already a dump: give a config, a run or a directory')
         sides = _sides([source], 'a' if transformers else None)
+        _check_memory(sides)
         write_recording(file, sides[0].record(_batch(sides, data=data)))
 
 
@@ -206,6 +209,11 @@ def _batch(sides: Sequence[_Side], *, data: bool) -> Mapping[str, np.ndarray]:
     from megajax.analysis.inspect.random_batch import make_batch
 
     return make_batch(sides[0].config)
+
+
+def _check_memory(sides: Sequence[_Side]) -> None:
+    executed = [side.config for side in sides if side.recording is None]
+    check_site_memory(sides[0].config, executed, sides=len(sides))
 
 
 def _make_meshes(sides: Sequence[_Side]) -> None:

@@ -18,10 +18,11 @@ from support import make_config, slow, write_run
 from typer.testing import CliRunner
 
 import megajax
-from megajax.analysis.compare import sources
+from megajax.analysis.compare import site_memory, sources
 from megajax.analysis.compare.api import _batch, _Side
 from megajax.analysis.compare.in_transformers import _modules, check_installed
 from megajax.analysis.compare.recording import About, Recording, read_recording, write_recording
+from megajax.analysis.compare.site_memory import check_site_memory
 from megajax.analysis.compare.sources import Source, check_comparable
 from megajax.commands.main import app
 from megajax.core.config import Config, ConfigError, dump, load
@@ -289,6 +290,38 @@ def test_a_mistake_is_named_before_anything_compiles(arguments: list[str], messa
     result = command(*arguments)
     assert isinstance(result.exception, ConfigError)
     assert message in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ('memory', 'fix'),
+    [
+        (10**11, r'set train\.batch_size=8$'),
+        (10**9, r'set train\.batch_size=8 and train\.seq_len below 13$'),
+    ],
+)
+def test_results_that_do_not_fit_in_host_memory_are_named_before_anything_compiles(
+    memory: int, fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(site_memory, 'host_memory', lambda: memory)
+    keys = 'train.batch_size=512', 'mesh.data=1', 'train.microbatches=2'
+    sizes = r'512 sequences of 1,024 tokens need at least 4\.9 TB'
+    with pytest.raises(
+        ConfigError, match=rf'^train\.batch_size: the results .* {sizes}, .*: {fix}'
+    ):
+        megajax.compare.compare(*2 * ['megatron_8.3b'], overrides=keys, of_b=['mesh.data=4'])
+
+
+def test_the_fix_of_results_that_do_not_fit_changes_a_dump_that_is_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    need = 4 * 16 * 8 * (12 * 32 + small().model.vocab_size)
+    monkeypatch.setattr(site_memory, 'host_memory', lambda: 2 * need)
+    check_site_memory(small(), [small()], sides=2)
+    monkeypatch.setattr(site_memory, 'host_memory', lambda: 2 * need - 1)
+    check_site_memory(small(), [small()], sides=1)
+    check_site_memory(small(), [], sides=2)  # both are in memory already
+    with pytest.raises(ConfigError, match=r': dump again with train\.batch_size=1$'):
+        check_site_memory(small(), [small()], sides=2)
 
 
 def test_a_dump_with_dropout_is_not_compared_with_transformers(
