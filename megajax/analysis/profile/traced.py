@@ -10,7 +10,8 @@ from megajax.base.errors import reason
 from megajax.core.config import Config, ConfigError, load
 from megajax.core.config.load import CONFIG
 from megajax.core.counts.expert_rows import LATER_ROUNDS
-from megajax.runtime.run.profile import FOLDER, PROCESS
+from megajax.runtime.checkpoint.digests import find_steps
+from megajax.runtime.run.profile import FOLDER, PROCESS, how_to_trace
 from megajax.runtime.run.saved_step import PROGRAM, decompressed
 from megajax.xla.hlo.errors import HloError
 from megajax.xla.hlo.program import Program
@@ -41,9 +42,10 @@ def read_traced(run: Path) -> Traced:
     folder = run / FOLDER
     files = _newest(folder)
     if not files:
+        config = load(run / CONFIG, is_recorded=True)
+        done = max(find_steps(run / 'checkpoints'), default=0)
         raise ConfigError(
-            f'{run} holds no trace of a step: '
-            "train it on, or again, with 'train.profile={start: 10, steps: 3}'"
+            f'{run} holds no trace of a step; to record one: {how_to_trace(run, config, done=done)}'
         )
     config, module, program = _read_program(folder)
     traces = list[Trace]()

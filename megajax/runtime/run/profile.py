@@ -9,8 +9,10 @@ from typing import Self
 import jax
 from jax.stages import Compiled
 
+from megajax.base.render.text import typed
 from megajax.core.config import Config, dump
 from megajax.core.config.load import CONFIG
+from megajax.core.config.overrides import typed_override
 from megajax.core.hardware.targets import is_nvidia
 from megajax.runtime.processes.consensus import all_are_here
 from megajax.runtime.run.saved_step import PROGRAM, compressed
@@ -19,6 +21,7 @@ from megajax.xla.hlo.text import program_text
 FOLDER = 'profile'
 PROCESS = 'process_{}'
 STEP = 'train'  # the name of a step's event
+WARM = 10  # the number of a start's steps, if there are enough, before those to trace
 WRITTEN = 600.0  # seconds within which the first process must have written the program
 
 # XLA drops the events of a process's GPUs beyond this number, 2**21 unless it is set. A step of a
@@ -35,6 +38,23 @@ def options_for(device: jax.Device) -> jax.profiler.ProfileOptions:
     if is_nvidia(device):
         options.advanced_configuration = {'gpu_max_activity_api_events': MAX_GPU_EVENTS}
     return options
+
+
+def how_to_trace(run: Path, config: Config, *, done: int, steps: int = 3) -> str:
+    """Return a command that traces steps of a run directory whose newest checkpoint is `done`.
+
+    If all steps are done, the command begins another run with the same config.
+    """
+    total = config.train.steps
+    has_ended = done >= total
+    first = 0 if has_ended else done
+    steps = min(steps, total - first)
+    start = first + min(WARM, total - first - steps)
+    keys = typed(f'train.profile={{start: {start}, steps: {steps}}}')
+    if not has_ended:
+        return f'megajax train {typed_override("run.dir", run)} {keys}'
+    other = f'{typed(run / CONFIG)} {typed_override("run.dir", f"{run}_traced")}'
+    return f'megajax train {other} {keys}, and stop it after step {start + steps}'
 
 
 class Profiler:
@@ -61,13 +81,14 @@ class Profiler:
         )
         self._tracing = False
         if 0 < self._first <= done:
-            self._leave_out(done)
+            self._leave_out(folder, done)
 
-    def _leave_out(self, done: int) -> None:
+    def _leave_out(self, folder: Path, done: int) -> None:
         """Trace no step up to `done`, and say so; a warning unless there is a trace already."""
         first, last = self._first, min(done, self._last)
         steps = f'steps {first} to {last} are' if first < last else f'step {first} is'
-        fix = f'use start={done} or more'
+        how = how_to_trace(folder, self._config, done=done, steps=self._last - first + 1)
+        fix = f'for others: {how}'
         self._first = 0
         if done < self._last:
             self._first, fix = done + 1, f'the trace begins with step {done + 1}'

@@ -202,7 +202,7 @@ def test_a_run_without_a_trace_that_can_be_read_is_a_mistake_with_a_fix(traced_r
     code, said = ask(untraced)
     assert code == 2
     assert f'{untraced} holds no trace of a step' in said
-    assert "'train.profile={start: 10, steps: 3}'" in said
+    assert f"megajax train run.dir={untraced} 'train.profile={{start: 0, steps: 3}}'" in said
     unfinished = without(traced_run, tmp_path / 'unfinished', '*.xplane.pb')
     assert 'holds no trace of a step' in ask(unfinished)[1]
     code, said = ask(without(traced_run, tmp_path / 'old', 'step.hlo.gz'))

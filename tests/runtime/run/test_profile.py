@@ -2,15 +2,18 @@
 
 import contextlib
 import logging
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import pytest
 from checkpoints import tiny
+from support import make_config
 
+from megajax.core.config import dump, load
 from megajax.runtime.run import profile
-from megajax.runtime.run.profile import FOLDER, Profiler, options_for
+from megajax.runtime.run.profile import FOLDER, Profiler, how_to_trace, options_for
 from megajax.runtime.run.saved_step import PROGRAM
 
 
@@ -21,8 +24,12 @@ from megajax.runtime.run.saved_step import PROGRAM
         (5, [6, 7, 8], None),
         (6, [7, 8], 'step 6 is already done; the trace begins with step 7'),
         (7, [8], 'steps 6 to 7 are already done; the trace begins with step 8'),
-        (8, [], 'steps 6 to 8 are already done; use start=8 or more'),
-        (11, [], 'steps 6 to 8 are already done; use start=11 or more'),
+        (8, [], 'steps 6 to 8 are already done; for others: RESUME {start: 9, steps: 3}'),
+        (
+            11,
+            [],
+            'steps 6 to 8 are already done; for others: RESUME {start: 11, steps: 1}',
+        ),
     ],
 )
 def test_steps_that_are_done_are_named(
@@ -32,10 +39,31 @@ def test_steps_that_are_done_are_named(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    config = tiny(train={'profile': {'start': 5, 'steps': 3}})
+    config = tiny(train={'steps': 12, 'profile': {'start': 5, 'steps': 3}})
     profiler = Profiler(tmp_path, config, done=done)
     assert [step for step in range(1, 20) if profiler.covers(step)] == traced
-    assert caplog.messages == ([f'train.profile: {said}'] if said else [])
+    resumed = f"megajax train run.dir={tmp_path} 'train.profile="
+    found = [message.replace(resumed, 'RESUME ').rstrip("'") for message in caplog.messages]
+    assert found == ([f'train.profile: {said}'] if said else [])
+
+
+@pytest.mark.parametrize('steps', [2, 12, 600])
+@pytest.mark.parametrize('left', [0, 1, 2, 300])
+def test_the_command_that_traces_steps_is_a_valid_config_with_steps_that_are_not_done(
+    steps: int, left: int, tmp_path: Path
+) -> None:
+    config, done = make_config('llama', train={'steps': steps}), max(0, steps - left)
+    (tmp_path / 'config.yaml').write_text(dump(config))
+    command = how_to_trace(tmp_path, config, done=done).partition(', and')[0]
+    words = shlex.split(command)[2:]
+    keys = [word for word in words if '=' in word]
+    found = load(tmp_path / 'config.yaml', keys)
+    assert found.train.profile is not None
+    is_resumed = found.run.dir == str(tmp_path)
+    assert is_resumed == (done < steps)
+    assert words[: -len(keys)] == ([] if is_resumed else [f'{tmp_path}/config.yaml'])
+    profiler = Profiler(tmp_path, found, done=done if is_resumed else 0)
+    assert [*filter(profiler.covers, range(1, steps + 1))]
 
 
 def test_where_there_is_a_trace_it_is_no_warning(
