@@ -1,6 +1,7 @@
 """An evaluation runs the microbatches of a training step, and sums the same over all of them."""
 
 import jax
+import numpy as np
 import pytest
 from support import abstract_state, make_batch, make_config, on_mesh, random_params
 
@@ -48,3 +49,13 @@ def test_the_sums_are_those_of_one_microbatch(rows: int) -> None:
         return jax.tree.map(float, found)
 
     assert sums(16) == pytest.approx(sums(1), rel=1e-6)
+
+
+def test_the_sums_of_a_mask_in_16_bits_are_in_fp32() -> None:
+    config = config_of(1)
+    with on_mesh(config):
+        batch = make_batch(config)
+        batch['loss_mask'] = batch['loss_mask'].astype(np.float16)
+        params = abstract_state(config).params
+        sums = jax.eval_shape(make_eval_step(config), params, place_batch(batch))
+    assert {x.dtype for x in sums.values()} == {np.dtype(np.float32)}
