@@ -26,6 +26,9 @@ from megajax.runtime.processes.rendezvous import gather
 pytestmark = pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning')
 
 
+PATIENCE = 0.05  # seconds for which a process waits for an error of its own
+
+
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What processes said that ended early: here only their thread ends."""
@@ -38,7 +41,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(peers, 'end', end)
     monkeypatch.setattr(rendezvous, 'end', end)
     monkeypatch.setattr(handshake, 'end', end)
-    monkeypatch.setattr(peers, 'OWN_ERROR', 0.3)
+    monkeypatch.setattr(peers, 'OWN_ERROR', PATIENCE)
     yield lines
     for thread in threading.enumerate():
         if thread.name == 'megajax-peers':
@@ -123,7 +126,7 @@ def test_a_process_that_comes_before_process_0_waits_for_it(port: int, ended: li
         for index in (1, 0)
     ]
     threads[0].start()
-    time.sleep(0.3)
+    time.sleep(0.1)
     assert (met, ended) == ({}, [])
     threads[1].start()
     for thread in threads:
@@ -186,10 +189,10 @@ def test_a_stranger_is_dropped_and_the_process_that_is_waited_for_is_welcome(
 def test_who_did_not_come_in_time_is_named(port: int, ended: list[str]) -> None:
     thread = say(port, hello(2, 4), [])
     with pytest.raises(SystemExit):
-        gather(start(port, 0, 4, timeout=2))
+        gather(start(port, 0, 4, timeout=0.5))
     thread.join(30)
     assert ended[0].startswith(
-        f'of 4 processes, 1, 3 did not connect to process 0 at 127.0.0.1:{port} within 2 s: '
+        f'of 4 processes, 1, 3 did not connect to process 0 at 127.0.0.1:{port} within 0.5 s: '
     )
     with pytest.raises(SystemExit):
         gather(start(port, 1, 4, timeout=0.1))
@@ -322,7 +325,7 @@ def test_a_process_ends_when_another_does_early_unless_it_fails_itself(
         assert json.loads(heard) == {
             'event': 'other',
             'what': expected,
-            'patience': 0.3 if said else 0,
+            'patience': PATIENCE if said else 0,
             'code': None if said else 75,
         }
 
@@ -370,14 +373,21 @@ def test_a_silent_process_is_named_once_and_so_is_its_return(
     monkeypatch.setattr(peers, 'SILENCE', 0.3)
     near, far = pair
     own, frozen = Peers(0, [near]), Peers(1, [far])
+
+    def wait_for(lines: int) -> None:
+        deadline = time.monotonic() + 10
+        while len(caplog.messages) < lines and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(4 * peers.BEAT)  # in which no line is said again
+
     own.watch()
-    time.sleep(1)
-    assert [record.getMessage() for record in caplog.records] == [
+    wait_for(1)
+    assert caplog.messages == [
         'process 1 on h has been silent for 0 s: it may be frozen, or its host overloaded; '
         'jax ends the run when it does not answer'
     ]
     frozen.watch()
-    time.sleep(1)
+    wait_for(2)
     assert caplog.messages[1:] == ['process 1 on h answers again']
     for one in own, frozen:
         one.done()
@@ -395,10 +405,10 @@ def test_who_was_frozen_itself_names_no_other(
     monkeypatch.setattr(peers, 'SILENCE', 0.1)
     near, _ = pair
     own = Peers(0, [near])
-    time.sleep(0.2)
+    near.heard -= 0.2
     own._check_silence(was_frozen=True)
     assert (caplog.messages, near.silent) == ([], False)
-    time.sleep(0.2)
+    near.heard -= 0.2
     own._check_silence(was_frozen=False)
     assert near.silent
 
@@ -406,7 +416,9 @@ def test_who_was_frozen_itself_names_no_other(
 def test_an_error_that_follows_from_anothers_does_not_hide_it(
     pair: tuple[Connection, Connection],
     ended: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(peers, 'OWN_ERROR', 0.3)
     near, far = pair
     own = Peers(1, [near])
     far.send(event='other', what=LOST, patience=0.8)

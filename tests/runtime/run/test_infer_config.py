@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 from checkpoints import make_state, tiny
+from counting import CONFIG
 from runtime.data import stores
-from support import on_mesh
+from support import on_mesh, write_run
 from typer.testing import CliRunner
 
 from megajax.commands.main import app
@@ -68,9 +69,9 @@ def test_a_stopped_run_names_a_command_that_takes_its_config(tmp_path: Path) -> 
 def test_a_run_that_is_stopped_before_it_is_one_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(write_run(tmp_path, CONFIG))
     with pytest.raises(SystemExit) as stopped:
-        run(load('tiny', ['run.max_minutes=1e-9']), name='tiny')
+        run(load('small.yaml', ['run.max_minutes=1e-9']), name='small')
     assert stopped.value.code == 75
     said = capsys.readouterr().out
     assert said.endswith('; to start it again, run the same command\n')

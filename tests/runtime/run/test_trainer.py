@@ -57,6 +57,13 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return start
 
 
+def change(folder: Path, old: str, new: str) -> None:
+    """Change the config of the run, but not its data."""
+    text = (folder / 'small.yaml').read_text()
+    assert old in text
+    (folder / 'small.yaml').write_text(text.replace(old, new))
+
+
 def test_an_error_leaves_the_newest_state_on_disk_and_says_where(
     start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -76,7 +83,7 @@ def test_an_error_leaves_the_newest_state_on_disk_and_says_where(
 def test_an_output_that_fails_costs_no_line_of_the_metrics(
     start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / 'small.yaml').write_text(CONFIG.replace('every: 1,', 'every: 8,'))
+    change(tmp_path, 'every: 1,', 'every: 8,')
 
     def step(report: StepReport, number: int, values: Mapping[str, float]) -> None:
         if number == 4:
@@ -155,8 +162,8 @@ def test_a_run_that_gets_to_no_other_checkpoint_ends(
 def test_in_fp8_the_batch_after_a_first_one_that_is_not_finite_gives_the_scales(
     start: Any, tmp_path: Path
 ) -> None:
-    text = CONFIG.replace('dtype: float32', 'dtype: fp8').replace(': rollback', ': skip')
-    (tmp_path / 'small.yaml').write_text(text)
+    change(tmp_path, 'dtype: float32', 'dtype: fp8')
+    change(tmp_path, ': rollback', ': skip')
     start(0)
     config = load(tmp_path / 'small.yaml')
     with on_mesh(config), Checkpoints(tmp_path / 'run/checkpoints', config) as checkpoints:
@@ -169,7 +176,7 @@ def test_in_fp8_the_batch_after_a_first_one_that_is_not_finite_gives_the_scales(
 def test_in_fp8_a_rollback_to_a_state_without_scales_sets_them(
     start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / 'small.yaml').write_text(CONFIG.replace('dtype: float32', 'dtype: fp8'))
+    change(tmp_path, 'dtype: float32', 'dtype: fp8')
     config, whole, set_before = load(tmp_path / 'small.yaml'), Calibration.scaled, list[int]()
 
     def scaled(calibration: Calibration, step: int, state: Any, batch: Any) -> Any:
