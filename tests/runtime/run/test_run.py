@@ -35,7 +35,7 @@ def losses(run: Path) -> dict[int, float]:
 
 
 def test_a_run_says_what_it_does_and_leaves_what_it_says(folder: Path) -> None:
-    result = train(folder, 'run.dir=run')
+    result = megajax('train', 'small.yaml', 'run.dir=run', folder=folder)
     assert result.returncode == 0, result.stderr
     for said in (
         'data=2 x model=2',
