@@ -87,6 +87,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a build have one worker, a thread, unless it asks for several."""
+    from encoders import OneThread
+
+    monkeypatch.setenv('TOKENIZERS_PARALLELISM', 'false')  # as each worker has it
+    monkeypatch.setattr('megajax.corpus.build.Workers', OneThread)
+    monkeypatch.setattr('megajax.corpus.build._cores', lambda: 1)
+
+
 @pytest.fixture(autouse=True)
 def _no_run_outlives_its_test() -> Iterator[None]:
     """A run that a failed test has left would slow all others."""

@@ -34,6 +34,7 @@ from megajax.runtime.data.sources.pieces import UNIT
 from megajax.runtime.data.text.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
 from megajax.runtime.data.tokens.indexed import read_pair
 
+pytestmark = pytest.mark.usefixtures('one_thread')
 ROOT = Path(__file__).parents[2]
 TEXTS = [f'text {i}: ' + 'Grüße, Ελλάδα, 日本語\n' * (i % 13) if i % 5 else '' for i in range(120)]
 
@@ -162,7 +163,7 @@ def test_a_long_text_is_one_document(tmp_path: Path) -> None:
     texts = ['first\n', 'line of a long text\n' * 400, '', 'last']
     for i, text in enumerate(texts):
         (tmp_path / f'{i}.txt').write_text(text)
-    build(job(tmp_path / 'out', tmp_path / '*.txt', append_eod=True, workers=2), unit=500)
+    build(job(tmp_path / 'out', tmp_path / '*.txt', append_eod=True), unit=500)
     sequences = read_pair(tmp_path / 'out')
     assert sequences.lengths.tolist() == [len(text) + 1 for text in texts if text]
     assert sequences.tokens.tolist() == [
@@ -177,7 +178,7 @@ def test_documents_that_spell_special_tokens_are_counted_once_over_units(
     for i in range(3):
         text = 'a line\n' * 200 + '<|endoftext|>\n' * (i % 2 == 0) * 200
         (tmp_path / f'{i}.txt').write_text(text)
-    build(job(tmp_path / 'out', tmp_path / '*.txt', workers=2), unit=500)
+    build(job(tmp_path / 'out', tmp_path / '*.txt'), unit=500)
     (warning,) = [r.getMessage() for r in caplog.records if r.levelname == 'WARNING']
     assert warning.startswith('2 documents spell special tokens (<|endoftext|>), which are read as')
 
@@ -654,9 +655,9 @@ def test_a_worker_that_is_killed_ends_the_build_which_goes_on(corpus: Path, tmp_
         ).stdout.split():
             os.kill(int(worker), signal.SIGKILL)
 
-    with pytest.raises(ConfigError, match=r'--workers: 1: a worker ended with exit code -9'):
-        build(job(tmp_path / 'out', corpus), report=kill, unit=2000, checkpoint_units=1)
-    summary = build(job(tmp_path / 'out', corpus), unit=2000)
+    with pytest.raises(ConfigError, match=r'--workers: 2: a worker ended with exit code -9'):
+        build(job(tmp_path / 'out', corpus, workers=2), report=kill, unit=500, checkpoint_units=1)
+    summary = build(job(tmp_path / 'out', corpus), unit=500)
     assert summary.encoded < summary.progress.text_bytes
 
 

@@ -21,7 +21,7 @@ ORACLES = Path(__file__).parents[1] / 'runtime/data/oracles/gpt_dataset'
 
 
 @pytest.fixture
-def built(tmp_path: Path) -> Path:
+def built(tmp_path: Path, one_thread: None) -> Path:
     (tmp_path / 'text.jsonl').write_text(
         ''.join(f'{{"text": "document number {i}"}}\n' for i in range(100))
     )

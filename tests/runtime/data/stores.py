@@ -102,7 +102,7 @@ def web(folder: Path) -> Iterator[Web]:
     """A web server of a folder that answers requests for ranges."""
     pytest.importorskip('aiohttp', reason='the extra remote is not installed')
     with Web(folder) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, kwargs={'poll_interval': 0.01})
         thread.start()
         try:
             yield server

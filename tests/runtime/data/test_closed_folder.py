@@ -53,6 +53,7 @@ def named(text: str, folder: Path) -> str:
     return text.replace('FOLDER', str(folder)).replace('OPEN', str(folder.parent / 'open.jsonl'))
 
 
+@pytest.mark.usefixtures('one_thread')
 @pytest.mark.parametrize(
     ('call', 'message'),
     [

@@ -250,6 +250,7 @@ def test_a_word_piece_is_for_masked_lm_alone(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.usefixtures('one_thread')
 def test_a_corpus_of_a_blend_without_a_document_to_mask_is_named(tmp_path: Path) -> None:
     tokenizer = str(tmp_path / 'tokenizer.json')
     make_tokenizer('bytes', 300, special=SPECIAL).save(tokenizer)

@@ -51,7 +51,7 @@ class Server(SimpleHTTPRequestHandler):
         else:
             if self.path == '/slow.jsonl':
                 outputfile.write(source.read(5000))
-                time.sleep(0.6)
+                time.sleep(0.3)
             super().copyfile(source, outputfile)
 
 
@@ -66,7 +66,7 @@ def web(tmp_path: Path) -> Iterator[str]:
     """The address of a real web server of `tmp_path`."""
     pytest.importorskip('aiohttp', reason='the extra remote is not installed')
     server = ThreadingHTTPServer(('127.0.0.1', 0), partial(Server, directory=str(tmp_path)))
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, kwargs={'poll_interval': 0.01})
     thread.start()
     yield f'http://127.0.0.1:{server.server_port}'
     server.shutdown()
@@ -212,7 +212,7 @@ def test_a_response_may_take_longer_than_aiohttp_allows_by_default(
     set_by_user: bool, tmp_path: Path, web: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = fsspec.get_filesystem_class('http')
-    limit = import_module('aiohttp').ClientTimeout(total=0.3)
+    limit = import_module('aiohttp').ClientTimeout(total=0.1)
     monkeypatch.setattr('aiohttp.client.DEFAULT_TIMEOUT', limit)
     if set_by_user:
         monkeypatch.setitem(fsspec.config.conf, 'http', {'timeout': 60})
@@ -252,6 +252,7 @@ def test_a_changed_file_is_another_input(tmp_path: Path, memory: str) -> None:
     assert mark() != first
 
 
+@pytest.mark.usefixtures('one_thread')
 def test_a_build_of_a_url_is_that_of_the_file(tmp_path: Path, memory: str) -> None:
     write(tmp_path, 'a.jsonl.gz', LINES)
     copy(tmp_path, memory)
@@ -268,6 +269,7 @@ def test_a_build_of_a_url_is_that_of_the_file(tmp_path: Path, memory: str) -> No
         assert there.read_bytes() == here.read_bytes()
 
 
+@pytest.mark.usefixtures('one_thread')
 @pytest.mark.parametrize(
     ('name', 'message'),
     [

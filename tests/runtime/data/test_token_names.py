@@ -155,6 +155,7 @@ def test_a_class_token_that_the_files_lack_ends_no_document(tmp_path: Path) -> N
     assert (end_of(tokenizer), tokenizer.named_tokens['eos_token']) == (END, '<|endoftext|>')
 
 
+@pytest.mark.usefixtures('one_thread')
 def test_token_files_keep_the_names_and_end_with_the_named_token(tmp_path: Path) -> None:
     (tmp_path / 'a.txt').write_text('a text')
     path = write(tmp_path, {'tokenizer_config.json': {'bos_token': BEGIN, 'eos_token': TURN}})

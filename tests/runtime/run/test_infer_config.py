@@ -23,7 +23,7 @@ from megajax.runtime.run.run import run
 
 @pytest.fixture(autouse=True)
 def mesh() -> Iterator[None]:
-    with on_mesh(tiny()):
+    with on_mesh(tiny(1, 1)):
         yield
 
 
@@ -45,7 +45,7 @@ def write(path: Path, words: str) -> None:
 
 def config(corpus: str, *, run: dict[str, object] | None = None, **data: object) -> Config:
     keys = {'corpus': corpus, 'tokenizer': 'auto', 'split': '90,10,0', **data}
-    return tiny(data=keys, train={'batch_size': 2}, run=run or {})
+    return tiny(1, 1, data=keys, train={'batch_size': 2}, run=run or {})
 
 
 def test_a_stopped_run_names_a_command_that_takes_its_config(tmp_path: Path) -> None:
@@ -94,25 +94,22 @@ def start(config: Config, run: Path) -> str | None:
 
 
 @pytest.mark.parametrize(
-    ('old', 'new'),
-    [
-        ({}, {'corpus': '{}/b.jsonl'}),
-        ({}, {'split': '80,20,0'}),
-        ({'order': 'streamed'}, {}),
-    ],
-    ids=str,
+    ('old', 'changes'),
+    [({}, [{'corpus': '{}/b.jsonl'}, {'split': '80,20,0'}]), ({'order': 'streamed'}, [{}])],
+    ids=['another corpus and split', 'another order'],
 )
 def test_a_changed_key_of_the_data_lets_a_run_resume_again_and_again(
-    server: stores.Web, tmp_path: Path, old: dict[str, str], new: dict[str, str]
+    server: stores.Web, tmp_path: Path, old: dict[str, str], changes: list[dict[str, str]]
 ) -> None:
-    before, after = (
+    before, *others = (
         {key: value.format(server.url) for key, value in {'corpus': '{}/a.jsonl', **keys}.items()}
-        for keys in (old, new)
+        for keys in (old, *changes)
     )
     first = start(config(**before), tmp_path / 'run')
     assert first
-    for keys in (after, after, before, before):
-        assert start(config(**keys), tmp_path / 'run') == first
+    for after in others:
+        for keys in (after, after, before, before):
+            assert start(config(**keys), tmp_path / 'run') == first
 
 
 def test_a_changed_remote_file_is_read_with_the_tokenizer_of_the_run_if_that_is_allowed(
@@ -145,6 +142,7 @@ def build(tmp_path: Path, name: str, *options: str) -> str:
     return str(tmp_path / name)
 
 
+@pytest.mark.usefixtures('one_thread')
 @pytest.mark.parametrize(
     ('began', 'is_blend'), [('auto', False), ('web.tokenizer.json', False), ('auto', True)]
 )

@@ -37,7 +37,9 @@ def holder(tmp_path: Path):
     process.wait()
 
 
-def test_a_second_run_is_refused_by_name(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+def test_a_second_run_is_refused_by_name_and_takes_over_the_lock_of_a_killed_one(
+    tmp_path: Path, holder: subprocess.Popen[str], caplog: pytest.LogCaptureFixture
+) -> None:
     with (
         pytest.raises(
             ConfigError, match=rf'locked by pid {holder.pid} on host {os.uname().nodename} since 2'
@@ -45,11 +47,6 @@ def test_a_second_run_is_refused_by_name(tmp_path: Path, holder: subprocess.Pope
         run_lock(tmp_path),
     ):
         pass
-
-
-def test_the_lock_of_a_killed_run_is_taken_over(
-    tmp_path: Path, holder: subprocess.Popen[str], caplog: pytest.LogCaptureFixture
-) -> None:
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     with caplog.at_level(logging.WARNING), run_lock(tmp_path):

@@ -560,6 +560,7 @@ def build_corpus(folder: Path, name: str, **options: Any) -> str:
     return str(folder / name)
 
 
+@pytest.mark.usefixtures('one_thread')
 @pytest.mark.parametrize('keys', [{}, {'tokenizer': 'own'}, slow({'tokenizer': 'auto'})])
 def test_the_advice_on_tokens_of_another_tokenizer_ends_in_a_run_that_starts(
     source: Path, tmp_path: Path, keys: dict[str, str]
@@ -580,6 +581,7 @@ def test_the_advice_on_tokens_of_another_tokenizer_ends_in_a_run_that_starts(
     check_tokenizer(source / 'checkpoints/3', load_data(config).tokenizer)
 
 
+@pytest.mark.usefixtures('one_thread')
 def test_tokens_of_the_weights_tokenizer_are_read_though_some_of_its_tokens_have_no_row(
     tmp_path: Path,
 ) -> None:
