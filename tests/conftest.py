@@ -47,6 +47,8 @@ if os.environ.pop('PYTHONDONTWRITEBYTECODE', None):
 # Tracing makes many objects that live long. To look through them as often as Python does by default
 # takes a tenth of the time.
 gc.set_threshold(100_000, 50, 1000)
+# No test is about a loss of power. On some disks each of these calls takes 8 ms.
+os.fsync = lambda _: None
 # `nohup` has SIGHUP ignored, and a shell has SIGINT ignored in what it starts in the background.
 # Whatever the tests start would ignore them too. A handler is not inherited, and the tests
 # themselves go on after the terminal was closed.

@@ -1,29 +1,16 @@
 """A checkpoint that this user must not read is refused by name, and never taken for none."""
 
-import json
 import shutil
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ordinary_user import as_ordinary_user
+from support import megajax
 
 TESTS = Path(__file__).parents[2]
 FIRST_RUN = TESTS / 'runtime/run/data/first_release/run'
-# What root may do beyond other users is given up: the three numbers are those of capset(2).
-AS_ORDINARY_USER = """
-import ctypes, struct
-VERSION = 0x20080522
-header = ctypes.create_string_buffer(struct.pack('Ii', VERSION, 0))
-assert ctypes.CDLL(None).capset(header, ctypes.create_string_buffer(24)) == 0
-import json, sys
-from pathlib import Path
-from support import megajax
-calls = json.loads(sys.argv[1])
-done = [(folder, megajax(*words, folder=Path(folder))) for folder, words in calls.items()]
-print(json.dumps({folder: (one.returncode, one.stdout + one.stderr) for folder, one in done}))
-"""
 COMMANDS = 'checkpoint verify', 'checkpoint ls', 'compare', 'export hf'
 CLOSED = 'run/checkpoints', 'run/checkpoints/3', 'run', 'run/checkpoints/3/SHA256SUMS'
 CASES = [
@@ -36,23 +23,17 @@ CASES = [
 @pytest.fixture(scope='module')
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[int, str]]:
     """The exit code and the words of each command, by what it must not read."""
-    folder, calls = tmp_path_factory.mktemp('closed'), {}
+    found = {}
     for number, (command, closed) in enumerate(CASES):
-        shutil.copytree(FIRST_RUN, folder / str(number) / 'run')
-        (folder / str(number) / closed).chmod(0)
+        folder = tmp_path_factory.mktemp(f'closed{number}')
+        shutil.copytree(FIRST_RUN, folder / 'run')
+        (folder / closed).chmod(0)
         second = {'compare': ['run'], 'export hf': ['out']}.get(command, [])
-        calls[str(folder / str(number))] = [*command.split(), 'run', *second]
-    done = subprocess.run(
-        [sys.executable, '-c', AS_ORDINARY_USER, json.dumps(calls)],
-        cwd=TESTS,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    for number, (_, closed) in enumerate(CASES):
-        (folder / str(number) / closed).chmod(0o755)
-    assert done.returncode == 0, done.stderr
-    return dict(zip(CASES, json.loads(done.stdout).values(), strict=True))
+        call = partial(megajax, *command.split(), 'run', *second, folder=folder)
+        done = as_ordinary_user(call)
+        (folder / closed).chmod(0o755)
+        found[command, closed] = done.returncode, done.stdout + done.stderr
+    return found
 
 
 @pytest.mark.parametrize('closed', CLOSED[:2])
@@ -74,4 +55,4 @@ def test_a_run_that_must_not_be_entered_is_named(said: Any) -> None:
 
 def test_digests_that_must_not_be_read_are_not_called_damaged(said: Any) -> None:
     found = said['checkpoint verify', CLOSED[3]]
-    assert found == [4, '3  1 wrong\n  SHA256SUMS cannot be read: Permission denied\n']
+    assert found == (4, '3  1 wrong\n  SHA256SUMS cannot be read: Permission denied\n')

@@ -44,7 +44,7 @@ def test_a_folder_that_cannot_be_renamed_is_not_deleted(tmp_path: Path) -> None:
 def test_a_folder_that_is_still_written_into_is_deleted(tmp_path: Path) -> None:
     folder = tmp_path / '2'
     folder.mkdir()
-    end = time.monotonic() + 0.3
+    end = time.monotonic() + 0.1
 
     def write() -> None:
         with contextlib.suppress(FileNotFoundError):

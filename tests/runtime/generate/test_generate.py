@@ -17,6 +17,7 @@ from flax import nnx
 from support import (
     abstract_state,
     by_name,
+    exhaustive,
     graph_of,
     make_config,
     on_mesh,
@@ -205,7 +206,9 @@ def test_a_token_costs_two_all_reduces_a_layer(
         assert_collectives(one_token, weights, rows, model=model_axis, data={})
 
 
-@pytest.mark.parametrize('lengths', [(64, 64), (24, 64)], ids=['full', 'window'])
+@pytest.mark.parametrize(
+    'lengths', [exhaustive((64, 64)), ((24, 64))], ids=['full', 'full and window']
+)
 def test_a_token_copies_neither_the_cache_nor_a_weight(lengths: tuple[int, int]) -> None:
     kinds = [{} if length == 64 else {'window': length} for length in lengths]
     config = small('gpt', 1, 2, layers=kinds)

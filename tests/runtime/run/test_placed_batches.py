@@ -20,13 +20,14 @@ from megajax.runtime.data import load_data
 from megajax.runtime.run.placed_batches import PlacedBatches
 
 ORACLES = Path(__file__).parents[2] / 'runtime/data/oracles/gpt_dataset'
+TESTS = Path(__file__).parent  # a corpus of as many files as rows
 FIRST, LAST = 7, 10
 
 
 def make_config(order: str) -> Config:
     corpus = [f'data.blend={{{ORACLES}/a: 0.7, {ORACLES}/b: 0.3}}', 'data.tokenizer=none']
     if order == 'streamed':
-        corpus = ['data.corpus=stdlib', 'data.tokenizer=bytes']
+        corpus = [f'data.corpus={TESTS}', 'data.tokenizer=bytes']
     small = [
         'train.batch_size=8',
         'train.seq_len=32',

@@ -138,12 +138,10 @@ def repeat(
     config: Config,
     folder: Path,
     corrupt: Callable[[Any], Any] = lambda results: results,
-    *,
-    weight: float = 1.0,
 ) -> TrainState:
-    """Take two steps from random weights, each of them repeated.
+    """Take three steps from random weights, each of them repeated.
 
-    In the second, `corrupt` changes the results, and a token of the batch has this weight.
+    In the second, `corrupt` changes the results; in the third, a token of the batch is no number.
     """
     with on_mesh(config):
         state, compiled = random_state(config), compiled_step(config)
@@ -155,9 +153,9 @@ def repeat(
             clock=Clock(),
             watchdog=Watchdog(folder, None),
         )
-        for step in (1, 2):
+        for step in (1, 2, 3):
             batch = make_batch(config, seed=step)
-            batch['loss_mask'][0, 0] = weight if step == 2 else 1.0
+            batch['loss_mask'][0, 0] = np.nan if step == 3 else 1.0
             state, _ = replay.of_step(step)(state, place_batch(batch))
     return state
 
@@ -211,21 +209,16 @@ def replayed(data: int = 1, model: int = 1, /, **sections: dict[str, Any]) -> Co
     ],
     ids=lambda config: f'{config.mesh.num_devices} {config.optim.shard} {config.train.dtype}',
 )
-def test_every_layout_repeats_its_steps_to_the_bit(
+def test_every_layout_repeats_its_steps_to_the_bit_and_one_that_is_skipped_too(
     config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state = repeat(config, tmp_path)
-    assert int(state.step) == 2
+    assert (int(state.step), int(state.guard.taken)) == (3, 2)
     said = capsys.readouterr().out
-    assert re.findall(REPEATED, said, flags=re.MULTILINE) == ['1', '2']
+    assert re.findall(REPEATED, said, flags=re.MULTILINE) == ['1', '2', '3']
     is_alone = config.mesh.num_devices == 1
     where = 'the same device' if is_alone else 'the next device of the same process'
     assert f'replay     every 1 steps, on {where}; compiled in ' in said
-
-
-def test_a_step_that_is_skipped_is_repeated_to_the_bit_too(tmp_path: Path) -> None:
-    state = repeat(replayed(), tmp_path, weight=np.nan)
-    assert (int(state.step), int(state.guard.taken)) == (2, 1)
 
 
 def test_a_device_that_repeats_its_own_step_is_named_with_the_metric_that_differs(
