@@ -1,13 +1,16 @@
 """An evaluation runs the microbatches of a training step, and sums the same over all of them."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
+from jax.stages import Compiled
 from support import abstract_state, make_batch, make_config, on_mesh, random_params
 
 from megajax.core.config import Config
 from megajax.core.train.evaluation import make_eval_step
-from megajax.core.train.feed import place_batch
+from megajax.core.train.feed import Batch, place_batch
 
 
 def config_of(microbatches: int) -> Config:
@@ -20,13 +23,23 @@ def config_of(microbatches: int) -> Config:
     )
 
 
+@functools.cache
+def compiled(microbatches: int, rows: int) -> Compiled:
+    config = config_of(microbatches)
+    with on_mesh(config):
+        return make_eval_step(config).lower(abstract_state(config).params, batch(rows)).compile()
+
+
+def batch(rows: int) -> Batch:
+    """The first rows of a batch, on the current mesh."""
+    whole = make_batch(config_of(1))
+    whole['label_bytes'] = whole['labels'] % 5
+    return place_batch({name: x[:rows] for name, x in whole.items()})
+
+
 def test_more_microbatches_need_less_memory() -> None:
     def temporaries(microbatches: int) -> int:
-        config = config_of(microbatches)
-        with on_mesh(config):
-            batch = place_batch(make_batch(config))
-            step = make_eval_step(config).lower(abstract_state(config).params, batch).compile()
-        analysis = step.memory_analysis()
+        analysis = compiled(microbatches, 32).memory_analysis()
         assert analysis is not None
         return analysis.temp_size_in_bytes
 
@@ -40,12 +53,10 @@ def test_the_sums_are_those_of_one_microbatch(rows: int) -> None:
     def sums(microbatches: int) -> dict[str, float]:
         config = config_of(microbatches)
         with on_mesh(config):
-            whole = make_batch(config)
-            whole['label_bytes'] = whole['labels'] % 5
-            batch = place_batch({name: x[:rows] for name, x in whole.items()})
-            found = make_eval_step(config)(random_params(config, std=0.05), batch)
-        assert found['bytes'] == (whole['labels'][:rows] % 5).sum()
-        assert found['tokens'] == whole['loss_mask'][:rows].sum()
+            given = batch(rows)
+            found = compiled(microbatches, rows)(random_params(config, std=0.05), given)
+        assert found['bytes'] == np.asarray(given['label_bytes']).sum()
+        assert found['tokens'] == np.asarray(given['loss_mask']).sum()
         return jax.tree.map(float, found)
 
     assert sums(16) == pytest.approx(sums(1), rel=1e-6)

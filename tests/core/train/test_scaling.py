@@ -32,6 +32,7 @@ from megajax.core.config import Config
 from megajax.core.model import fp8
 from megajax.core.parallel.layout import Layout
 from megajax.core.train.feed import place_batch
+from megajax.core.train import first_step
 from megajax.core.train.first_step import Calibration, with_scales
 from megajax.core.train.gradients import make_gradients
 from megajax.core.train.guard import USUAL_STEPS, Guard, init_guard
@@ -43,7 +44,13 @@ from megajax.core.train.scaling import (
     remember,
     scales_of,
 )
-from megajax.core.train.step import Metrics, TrainState, init_state, make_train_step
+from megajax.core.train.step import (
+    Metrics,
+    TrainState,
+    init_state,
+    make_calibration,
+    make_train_step,
+)
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
 from megajax.xla.hlo.dump import without_cache
 
@@ -54,6 +61,13 @@ INTERLEAVED = {
     **{'dtype': 'fp8', 'stages': 2, 'virtual_stages': 2},
     **{'num_layers': 4, 'microbatches': 4},
 }
+
+
+@pytest.fixture(scope='module', autouse=True)
+def _calibrations_of_a_config_are_compiled_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(first_step, 'make_calibration', functools.cache(make_calibration))
+        yield
 
 
 def scales_from(places: Any, config: Config) -> jax.Array:
