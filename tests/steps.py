@@ -146,6 +146,19 @@ def loss_and_gradients(setting: Setting) -> tuple[float, dict[str, np.ndarray]]:
         return float(loss), in_layer_order(gather(gradients), config)
 
 
+# Without dropout, with a warm-up, and with clipping to less than the norm of its first gradients.
+CLIPPED = make_config(
+    *('gpt', 2, 2), model={'dropout': 0.0}, optim={'warmup_steps': 4, 'grad_clip': 0.05}
+)
+
+
+@functools.cache
+def step_of(config: Config) -> Any:
+    """The training step of a config, compiled once for all tests of a process."""
+    with on_mesh(config):
+        return make_train_step(config)
+
+
 class Training(NamedTuple):
     """The numbers of a few steps, from the same start on every mesh."""
 

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from steps import CLIPPED, step_of
 from support import exhaustive, make_batch, make_config, on_mesh, random_state
 
 from megajax.core.config import Config, NumericError
 from megajax.core.train.feed import place_batch
 from megajax.core.train.guard import SKIPS_IN_A_ROW, USUAL_STEPS, init_guard, judge, respond
 from megajax.core.train.optimizer import learning_rate
-from megajax.core.train.step import make_train_step
 
 
 def config(data: int = 1, model: int = 1, **train: Any) -> Config:
@@ -24,50 +24,41 @@ def config(data: int = 1, model: int = 1, **train: Any) -> Config:
 
 
 def leaves(state: Any) -> list[np.ndarray]:
-    return [np.asarray(x) for x in jax.tree.leaves((state.params, state.opt_state))]
-
-
-@functools.cache
-def kept_step(mesh: tuple[int, int]) -> Any:
-    """A step on the current mesh that leaves its state alone, compiled once for all tests of a
-    process.
-    """
-    return jax.jit(make_train_step(config(*mesh)), donate_argnums=())
+    return [np.array(x) for x in jax.tree.leaves((state.params, state.opt_state))]
 
 
 @pytest.mark.parametrize('value', [np.nan, np.inf, exhaustive(-np.inf)])
-@pytest.mark.parametrize('mesh', [exhaustive((1, 1)), (2, 2), exhaustive((4, 1))])
+@pytest.mark.parametrize(
+    'config', [CLIPPED, exhaustive(config()), exhaustive(config(4, 1))], ids=['2x2', '1x1', '4x1']
+)
 def test_one_bad_number_on_one_shard_leaves_every_parameter_as_it_is(
-    mesh: tuple[int, int], value: float
+    config: Config, value: float
 ) -> None:
-    with on_mesh(config(*mesh)):
-        step = kept_step(mesh)
-        state, good = random_state(config(*mesh)), make_batch(config())
+    with on_mesh(config):
+        state, good = random_state(config), make_batch(config)
+        before = leaves(state)
         bad = good | {'loss_mask': good['loss_mask'].copy()}
         bad['loss_mask'][-1, 3] = value
-        after, metrics = step(state, place_batch(bad))
+        state, metrics = step_of(config)(state, place_batch(bad))
         assert not metrics['taken']
         assert not metrics['finite']
-        assert (int(after.step), int(after.batches), int(after.guard.skipped_in_a_row)) == (1, 1, 1)
-        for old, new in zip(leaves(state), leaves(after), strict=True):
+        assert (int(state.step), int(state.batches), int(state.guard.skipped_in_a_row)) == (1, 1, 1)
+        for old, new in zip(before, leaves(state), strict=True):
             np.testing.assert_array_equal(old, new)
-        after, metrics = step(after, place_batch(good))
+        state, metrics = step_of(config)(state, place_batch(good))
         assert metrics['taken']
         # the rate of the update: the schedule does not advance in a skipped step
-        assert metrics['lr'] == pytest.approx(learning_rate(config(*mesh))(0))
-        assert metrics['lr'] != pytest.approx(learning_rate(config(*mesh))(1))
-        assert int(after.guard.skipped_in_a_row) == 0
-        assert any(
-            (old != new).any() for old, new in zip(leaves(state), leaves(after), strict=True)
-        )
+        assert metrics['lr'] == pytest.approx(learning_rate(config)(0))
+        assert metrics['lr'] != pytest.approx(learning_rate(config)(1))
+        assert int(state.guard.skipped_in_a_row) == 0
+        assert any((old != new).any() for old, new in zip(before, leaves(state), strict=True))
 
 
 def test_a_batch_without_a_token_that_counts_has_no_loss_and_no_gradient_and_is_no_fault() -> None:
-    with on_mesh(config(2, 2)):
-        state, batch = random_state(config(2, 2)), make_batch(config())
-        _, metrics = kept_step((2, 2))(
-            state, place_batch(batch | {'loss_mask': np.zeros_like(batch['loss_mask'])})
-        )
+    with on_mesh(CLIPPED):
+        state, batch = random_state(CLIPPED), make_batch(CLIPPED)
+        none = batch | {'loss_mask': np.zeros_like(batch['loss_mask'])}
+        _, metrics = step_of(CLIPPED)(state, place_batch(none))
     assert (metrics['loss'], metrics['nll'], metrics['grad_norm']) == (0, 0, 0)
     assert metrics['finite']
     assert metrics['taken']

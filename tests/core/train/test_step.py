@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.stages import Wrapped
+from steps import CLIPPED, step_of
 from support import (
     assert_close,
     by_name,
@@ -109,15 +110,13 @@ def test_the_dropout_of_a_train_step_is_its_own():
 
 
 def test_a_step_reports_the_loss_norm_and_rate_that_it_used_clips_and_deletes_the_state_it_got():
-    config = make_config(
-        'gpt', 2, 2, model={'dropout': 0.0}, optim={'warmup_steps': 4, 'grad_clip': 0.05}
-    )
+    config = CLIPPED
     with on_mesh(config):
         old, batch = random_state(config), place_batch(make_batch(config))
         nll_sum = float(make_eval_step(config)(old.params, batch)['nll'])
         (loss, _), gradients = function(config)(old.params, batch, jax.random.key(0))
         gradients = gather(gradients)
-        new, metrics = make_train_step(config)(old, batch)
+        new, metrics = step_of(config)(old, batch)
         assert all(x.is_deleted() for x in jax.tree.leaves(old))
         first_moment = gather(optax.tree_utils.tree_get(new.opt_state, 'mu'))
     norm = math.sqrt(sum(np.square(x, dtype=np.float64).sum() for x in gradients.values()))
