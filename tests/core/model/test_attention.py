@@ -36,8 +36,20 @@ def value_and_pullback(
     return both
 
 
-@pytest.mark.parametrize('kv_heads', [8, 4, 1])
-@pytest.mark.parametrize(('recompute', 'causal'), [(False, True), (True, True), (False, False)])
+@pytest.mark.parametrize(
+    ('kv_heads', 'recompute', 'causal'),
+    [
+        (8, True, True),
+        (4, False, False),
+        (1, False, True),
+        exhaustive(8, False, False),
+        exhaustive(8, False, True),
+        exhaustive(4, False, True),
+        exhaustive(4, True, True),
+        exhaustive(1, False, False),
+        exhaustive(1, True, True),
+    ],
+)
 def test_attend_is_dot_product_attention_and_so_are_its_gradients(kv_heads, recompute, causal):
     keys = jax.random.split(jax.random.key(0), 4)
     q_BSNH, do_BSNH = (3 * jax.random.normal(key, (2, 24, 8, 16)) for key in keys[:2])

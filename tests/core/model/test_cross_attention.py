@@ -1,7 +1,5 @@
 """Cross-attention: the images that a token sees, and the model that closed gates leave."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +22,8 @@ from megajax.core.model.cross_attention import seen
 from megajax.core.model.images import Images
 from megajax.core.model.merged import merged
 from megajax.core.parallel.layout import Layout
-from megajax.core.train.feed import Batch, place_batch
+from megajax.core.train.evaluation import make_eval_step
+from megajax.core.train.feed import place_batch
 from megajax.core.train.gradients import make_loss_and_gradients
 
 
@@ -87,13 +86,13 @@ def test_without_images_or_with_closed_gates_it_is_the_text_model_to_the_bit() -
     with on_mesh(config):
         params = random_params(config, std=0.2)
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def compiled(config: Config, params: nnx.State, batch: Batch) -> jax.Array:
-        return make_loss_and_gradients(config)(params, batch, jax.random.key(0))[0][0]
+    with on_mesh(text):
+        evaluate = {text: make_eval_step(text), config: make_eval_step(config)}
 
     def loss(config: Config, batch: dict[str, np.ndarray], params: nnx.State) -> float:
         with on_mesh(config):
-            return float(compiled(config, params, place_batch(batch)))
+            sums = evaluate[config](params, place_batch(batch))
+            return float(sums['nll'] / sums['tokens'])
 
     parts = params.raw_mapping
     of_text = {name: part for name, part in parts.items() if name not in ('cross', 'vision')}

@@ -149,7 +149,7 @@ def test_rotary_attention_sees_how_far_apart_places_are_and_not_where():
 
 
 @both_models
-def test_scanned_layers_are_the_layers_one_after_another(name):
+def test_scanned_layers_are_the_layers_one_after_another_and_jit_changes_nothing(name):
     config = small(name)
     with on_mesh(config):
         layout = Layout.of(config)
@@ -177,20 +177,8 @@ def test_scanned_layers_are_the_layers_one_after_another(name):
             jax.jit(jax.value_and_grad(f))(params) for f in (looped, scanned)
         )
         assert relative_error(actual, expected) < 1e-6
+        assert relative_error(scanned(params), actual) < 1e-6
         assert_close(gather(actual_gradients), gather(gradients), 1e-5)
-
-
-@both_models
-def test_jit_changes_nothing(name):
-    config = small(name)
-    with on_mesh(config):
-        model, loss = make_decoder(config), Loss.of(config, Layout.of(config))
-        label_BS, weight_BS = placed(TOKENS), placed(np.ones(TOKENS.shape, 'f4'))
-
-        def objective() -> jax.Array:
-            return loss(model.hidden(label_BS, IN_FP32)[0], model.head_Vd, label_BS, weight_BS)[0]
-
-        assert relative_error(objective(), jax.jit(objective)()) < 1e-6
 
 
 @pytest.mark.parametrize('tied', [slow(True), False])
@@ -304,7 +292,7 @@ def test_recomputation_keeps_less_for_the_backward_pass(name, in_order):
     for recompute in ('none', 'selective', 'full'):
         config = make_config(
             name,
-            model={'dropout': 0.1},
+            model={'dropout': 0.1, 'num_layers': 1},
             train={'recompute': recompute, 'seq_len': 24, 'batch_size': 2},
         )
         with on_mesh(config):

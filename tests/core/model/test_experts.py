@@ -48,19 +48,17 @@ DIMS = {
 def on_every_token(
     x_BTD: jax.Array, given: dict[str, jax.Array], experts: ExpertsConfig, keep_TY: Any
 ) -> jax.Array:
-    """Every expert on every token, by loops and one-hot sums; `keep_TY` are not dropped."""
+    """Every expert on every token, by one-hot sums; `keep_TY` are not dropped."""
     x = x_BTD.reshape(-1, D)
     logit = x @ given['router'] + given.get('router_bias', jnp.zeros(X))[None]
     chosen = router.choose(logit, given.get('selection_bias'), experts)
     weight = router.weights(logit, chosen, experts) * keep_TY
-    outputs = []
-    for e in range(X):
-        up = jnp.einsum('td,dua->tua', x, given['up'][e])
-        up = up + given.get('up_bias', jnp.zeros((X, 2, HIDDEN)))[e][None]
-        down = activate(up[None], 'swiglu')[0] @ given['down'][e]
-        outputs.append(down + given.get('down_bias', jnp.zeros((X, D)))[e][None])
+    up = jnp.einsum('td,xdua->xtua', x, given['up'])
+    up = up + given.get('up_bias', jnp.zeros((X, 2, HIDDEN)))[:, None]
+    down = jnp.einsum('xta,xad->xtd', activate(up, 'swiglu'), given['down'])
+    down = down + given.get('down_bias', jnp.zeros((X, D)))[:, None]
     of_expert = (jax.nn.one_hot(chosen, X) * weight[..., None]).sum(1)
-    y = jnp.einsum('tx,xtd->td', of_expert, jnp.stack(outputs))
+    y = jnp.einsum('tx,xtd->td', of_expert, down)
     if experts.shared_ffn_size:
         up = jnp.einsum('td,dum->tum', x, given['shared_up'])
         y += activate(up[None], 'swiglu')[0] @ given['shared_down']

@@ -26,7 +26,7 @@ from support import (
 from megajax.core.config import Config
 from megajax.core.counts.schedule import IDLE, schedule_of
 from megajax.core.parallel.layout import STAGES, Layout
-from megajax.core.train.feed import place_batch
+from megajax.core.train.feed import Batch, place_batch
 from megajax.core.train.gradients import make_loss_and_gradients
 from megajax.core.train.microbatches import split, with_weights
 from megajax.core.train.objective import Objective
@@ -85,7 +85,7 @@ def test_loss_and_gradients_are_those_without_stages(setting: Setting) -> None:
 
 
 def test_a_stage_keeps_the_residuals_of_windows_in_blocks() -> None:
-    setting = staged('windows', 2, num_layers=6)
+    setting = staged('sinks', 2, num_layers=4)
     with on_mesh(setting.config):
         params, batch = abstract_state(setting.config).params, batch_of(setting)
         loss_and_gradients = make_loss_and_gradients(setting.config)
@@ -170,8 +170,13 @@ def interleaved() -> tuple[Config, StageModel]:
     )
     with on_mesh(config):
         layout = Layout.of(config)
-        batch = with_weights(place_batch(make_batch(config)), config, layout)
-        microbatches = jax.tree.map(lambda x: split(x, config.train.microbatches, layout), batch)
+
+        @jax.jit
+        def in_microbatches(batch: Batch) -> Batch:
+            weighted = with_weights(batch, config, layout)
+            return jax.tree.map(lambda x: split(x, config.train.microbatches, layout), weighted)
+
+        microbatches = in_microbatches(place_batch(make_batch(config)))
         params = random_params(config, std=0.05)
         objective, schedule = Objective.of(config, layout), schedule_of(config)
         return config, StageModel(objective, layout, schedule, params, None, microbatches)
@@ -182,7 +187,7 @@ def test_an_idle_stage_gets_the_embedded_tokens_too() -> None:
     config, model = interleaved()
     with on_mesh(config):
         passes_Z3 = jax.reshard(jnp.array([[0, 0, 0], [IDLE] * 3]), STAGES('Z-'))
-        x = model.input(model.zeros('BTD'), jnp.int32(0), passes_Z3)
+        x = jax.jit(lambda passes: model.input(model.zeros('BTD'), jnp.int32(0), passes))(passes_Z3)
         first, idle = np.asarray(x)
     np.testing.assert_array_equal(first, idle)
     assert idle.any()

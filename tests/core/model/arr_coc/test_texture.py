@@ -1,9 +1,12 @@
 """The 13 channels of an image are kornia's, whatever stands beside it in a batch."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
 from jax import P
+from jax.stages import Wrapped
 
 from megajax.core.model.arr_coc.texture import CHANNELS, region_texture, texture
 from megajax.core.parallel.mesh import make_mesh
@@ -83,12 +86,20 @@ def on(data: int, model: int, function, *arrays: np.ndarray) -> np.ndarray:
         def put(x: np.ndarray) -> jax.Array:
             return jax.device_put(x, P('data', *(None,) * (x.ndim - 1)))
 
-        mapped = jax.jit(jax.vmap(function, spmd_axis_name='data'))
-        return np.asarray(mapped(*map(put, arrays)))
+        return np.asarray(mapped(function)(*map(put, arrays)))
+
+
+@functools.cache
+def mapped(function) -> Wrapped:
+    return jax.jit(jax.vmap(function, spmd_axis_name='data'))
 
 
 def pixel_channels(pixels, grid):
     return texture(pixels, grid, **SIZES)
+
+
+def region_channels(pixels, grid):
+    return region_texture(pixels, grid, (3, 2), **SIZES)
 
 
 def test_the_channels_of_every_pixel_are_kornias():
@@ -146,7 +157,7 @@ def test_an_image_does_not_depend_on_its_neighbors_or_the_mesh():
 def test_a_flat_image_and_an_empty_slot_are_finite(value):
     pixels, grids = images()
     pixels[0], grids[1:] = value, 0
-    for function in (pixel_channels, lambda *image: region_texture(*image, (3, 2), **SIZES)):
+    for function in (pixel_channels, region_channels):
         channels = on(1, 1, function, pixels, grids)
         assert np.isfinite(channels).all()
         assert not channels[1:].any()
