@@ -17,24 +17,25 @@ from megajax.core.config.keys import keys_in
 from megajax.core.config.rules import incompatibilities
 from megajax.core.counts.relevance import has_choice
 
-COUNT = 160
+# The configs of this seed show each value early; if other values are drawn, another seed may.
+SEED, COUNT = 8, 50
 # Features that are not drawn, since they are of runs rather than of steps.
 OTHERS = 'train.sample_prompts', 'data.order'
 
 
 @pytest.fixture(scope='module', name='drawn')
 def fixture_drawn() -> list[Config]:
-    return [draw(0, LAYOUTS * model) for model in range(COUNT)]
+    return [draw(SEED, LAYOUTS * model) for model in range(COUNT)]
 
 
 def test_a_seed_and_a_number_give_one_config_and_other_seeds_give_others(drawn):
-    assert [draw(0, LAYOUTS * model) for model in range(9)] == drawn[:9]
-    assert len({*drawn, *(draw(1, LAYOUTS * model) for model in range(9))}) == COUNT + 9
+    assert [draw(SEED, LAYOUTS * model) for model in range(3)] == drawn[:3]
+    assert len({*drawn, *(draw(1, LAYOUTS * model) for model in range(3))}) == COUNT + 3
 
 
 def test_a_config_is_the_same_in_each_process(drawn):
-    code = 'from megajax.analysis.fuzz.draw import described, draw; print(described(draw(0, 24)))'
-    run = [sys.executable, '-c', code]
+    code = 'from megajax.analysis.fuzz.draw import described, draw'
+    run = [sys.executable, '-c', f'{code}; print(described(draw({SEED}, 24)))']
     assert subprocess.check_output(run, text=True).strip() == described(drawn[3])
 
 
@@ -124,12 +125,13 @@ def test_settings_that_are_fixed_are_in_every_config():
 
 
 def test_a_section_that_is_fixed_to_null_is_in_no_config(drawn):
-    assert any(config.lora is not None for config in drawn[:20])
-    fixed = [draw(0, LAYOUTS * model, ['lora=null']) for model in range(20)]
+    assert any(config.lora is not None for config in drawn[:10])
+    fixed = [draw(SEED, LAYOUTS * model, ['lora=null']) for model in range(10)]
     assert all(config.lora is None for config in fixed)
 
 
-def test_fixed_settings_that_conflict_are_rejected_with_the_rules_of_the_config():
+def test_fixed_settings_that_conflict_are_rejected_with_the_rules_of_the_config(monkeypatch):
+    monkeypatch.setattr('megajax.analysis.fuzz.draw.RESTARTS', 1)
     with pytest.raises(ConfigError, match='2-D tensor parallelism does not support experts'):
         draw(0, 0, ('model.experts={count: 4, active: 2, ffn_size: 64}', 'mesh.model_rows=2'))
     with pytest.raises(ConfigError, match=r'mesh\.stagse'):

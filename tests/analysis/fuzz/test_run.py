@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from runs import gone
-from support import disk_full_at
+from support import disk_full_at, exhaustive
 from support import megajax as run_here
 
 from megajax.analysis.fuzz import draw as drawing
@@ -94,7 +94,9 @@ def test_another_flag_is_another_compiler_and_one_that_changes_no_program_is_not
 MADE_BY = "from megajax.analysis.fuzz.run import made_by; print(made_by('h100')['compiler'])"
 
 
-@pytest.mark.parametrize('variable', ['JAX_DEFAULT_MATMUL_PRECISION=highest', 'JAX_REMAT3=1'])
+@pytest.mark.parametrize(
+    'variable', ['JAX_DEFAULT_MATMUL_PRECISION=highest', exhaustive('JAX_REMAT3=1')]
+)
 def test_another_option_of_jax_is_another_compiler(variable):
     """The processes that compile the steps take it from the environment."""
     assert 'options' not in answers.compiler('h100')

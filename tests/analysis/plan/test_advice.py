@@ -7,7 +7,7 @@ from megajax.core.config import Config, load
 from megajax.core.hardware.records import hardware
 
 H100 = hardware('h100')
-SMALL = 'model.num_layers=4', 'train.batch_size=64'
+SMALL = 'model.num_layers=3', 'train.batch_size=64'
 
 
 def said(*overrides: str) -> list[str]:

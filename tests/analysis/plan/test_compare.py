@@ -35,7 +35,8 @@ def test_more_memory_needs_fewer_gpus() -> None:
 
 
 def test_hosts_may_have_any_number_of_gpus() -> None:
-    config = load('llama3_8b', ('mesh.data=12', 'train.batch_size=12', 'train.microbatches=1'))
+    keys = 'mesh.data=12', 'train.batch_size=12', 'train.microbatches=1', 'model.num_layers=31'
+    config = load('llama3_8b', keys)
     gpus = {'h100': None, 'a100_40gb': None}
     of_six = compare(config, gpus, gpus=12, gpus_per_host=6).machines
     assert [machine.fewest_gpus for machine in of_six] == [4, 6]
@@ -53,14 +54,15 @@ def test_a_gpu_whose_link_was_not_measured_says_so(tmp_path: Path) -> None:
     (file := tmp_path / 'mine.yaml').write_text(
         gpu.model_copy(update={'die': None}).model_dump_json()
     )
-    config = load('gpt2_124m', ('mesh.data=16', 'mesh.model=1', 'train.batch_size=64'))
+    keys = 'mesh.data=16', 'mesh.model=1', 'train.batch_size=64', 'model.num_layers=11'
+    config = load('gpt2_124m', keys)
     machines = compare(config, {str(file): None, 'h100': None}).machines
     assert [machine.reason[:13] for machine in machines] == ['', 'across_hosts:']
 
 
 def test_all_gpus_may_be_the_fewest() -> None:
     keys = 'mesh.data=24', 'mesh.model=1', 'train.batch_size=24', 'train.microbatches=1'
-    config = load('llama3_70b', ('model.num_layers=96', 'train.seq_len=2048', *keys))
+    config = load('llama3_70b', ('model.num_layers=97', 'train.seq_len=2048', *keys))
     (machine,) = compare(config, {'h100': None}, gpus=24).machines
     assert machine.layout is not None
     assert machine.fewest_gpus == 24  # 16 are too few
@@ -74,9 +76,8 @@ def test_the_command_takes_the_gpus_per_host() -> None:
 
 
 def test_a_machine_on_which_nothing_fits_is_last() -> None:
-    config = load(
-        'llama3_70b', ('mesh.data=8', 'mesh.model=1', 'train.batch_size=8', 'train.microbatches=1')
-    )
+    keys = 'mesh.data=8', 'mesh.model=1', 'train.batch_size=8', 'train.microbatches=1'
+    config = load('llama3_70b', ('model.num_layers=79', *keys))
     found = compare(config, {'h100': 1.0, 'b300': 2.0})
     assert [x.layout is None for x in found.machines] == [False, True]
     assert found.machines[1].fewest_gpus is None

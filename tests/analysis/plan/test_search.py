@@ -55,14 +55,14 @@ def test_a_cpu_has_no_layout_with_the_schedule_of_gpus(is_cpu: bool, overlap: st
 
 def test_no_tensor_parallelism_where_the_model_fits_and_the_batch_allows():
     for name, gpus in (('gpt2_124m', 8), ('gpt2_345m', 8)):
-        keys = {'model__dropout': 0.0, 'train__dtype': 'bfloat16', 'train__batch_size': 8 * gpus}
+        keys = {'model__dropout': 0.0, 'train__dtype': 'bfloat16', 'train__batch_size': 2 * gpus}
         config = changed(load(name), **keys)
         assert ranking(config, 'h100', gpus).best.mesh == Mesh(gpus, 1, 1)
 
 
 @pytest.mark.parametrize(
     ('name', 'gpu', 'gpus'),
-    [('llama3_8b', 'h100', 64), exhaustive('llama3_8b', 'a100', 64), slow('gpt2_345m', 'h200', 16)],
+    [('llama3_8b', 'h100', 16), exhaustive('llama3_8b', 'a100', 64), slow('gpt2_345m', 'h200', 16)],
 )
 def test_tensor_parallelism_stays_inside_a_host(name, gpu, gpus):
     found = ranking(with_rows(name, 2 * gpus), gpu, gpus)
@@ -76,7 +76,7 @@ def test_tensor_parallelism_stays_inside_a_host(name, gpu, gpus):
 
 
 def test_sequence_parallelism_wherever_there_is_tensor_parallelism():
-    found = ranking(with_rows('llama3_8b', 128), 'h100', 64)
+    found = ranking(with_rows('llama3_8b', 32), 'h100', 16)
     for model in {choice.config.mesh.model for choice in found.fitting} - {1}:
         assert next(
             choice for choice in found.fitting if choice.config.mesh.model == model
@@ -102,7 +102,7 @@ def test_every_layout_is_there_once_and_in_order():
 
 
 def test_a_layout_that_is_not_timed_is_slower_than_one_of_its_mesh():
-    found = ranking(with_rows('llama3_8b', 128), 'h100', 64)
+    found = ranking(with_rows('llama3_8b', 32), 'h100', 16)
     assert len(found.slower) > 100
     for choice in found.slower:
         mesh = choice.mesh, choice.config.mesh.sequence_parallel
@@ -181,7 +181,7 @@ def test_a_layout_is_possible_with_any_recomputation_or_none(name):
 
 
 def test_the_reason_says_by_how_much():
-    found = ranking(small(), 'h100', 8)
+    found = ranking(small('train.batch_size=64'), 'h100', 8)
     loser = next(choice for choice in found.fitting if choice.mesh == Mesh(2, 1, 4))
     excess = loser.timed.total / found.best.timed.total - 1
     why = why_slower(loser.timed, found.best.timed)
@@ -189,7 +189,7 @@ def test_the_reason_says_by_how_much():
 
 
 def test_a_mesh_that_cannot_be_says_why():
-    found = ranking(small(), 'h100', 8)
+    found = ranking(small('train.batch_size=64'), 'h100', 8)
     assert {mesh: why for mesh, why in found.impossible.items() if mesh.is_flat} == {
         Mesh(1, 1, 8): (
             'model.num_heads: 12 is not a multiple of mesh.model=8; use 8 or 16, or mesh.model 4'
@@ -261,7 +261,7 @@ def test_a_program_without_grids_has_none():
 def test_zero_2_beats_zero_1_in_one_microbatch():
     """It sends as many bytes, hides most of its gradients, and keeps only shards of them."""
     size = 'train.batch_size=8', 'train.microbatches=1', 'mesh.data=8'
-    config = load('llama3_8b', [*size, 'train.overlap=none'])
+    config = load('llama3_8b', [*size, 'train.overlap=none', 'model.num_layers=31'])
     found = search(config, Cluster.of(hardware('b200'), 8), prune=False)
     one, two = (
         next(
@@ -282,7 +282,7 @@ def test_zero_2_beats_zero_1_in_one_microbatch():
 def test_one_microbatch_of_zero_1_in_an_order_of_ours_is_zero_2() -> None:
     """Both sum the gradients of a layer beside the backward pass of the next."""
     size = 'train.batch_size=8', 'train.microbatches=1', 'mesh.data=8'
-    config = load('llama3_8b', [*size, 'train.recompute=full', 'model.dropout=0'])
+    config = load('llama3_8b', [*size, 'train.recompute=full', 'model.num_layers=31'])
     found = search(config, Cluster.of(hardware('b200'), 8), prune=False)
     one, two = (
         [
@@ -337,7 +337,8 @@ def test_replicas_within_hosts_are_those_whose_groups_divide_a_host():
 
 
 def test_a_grid_wins_where_many_gpus_share_a_small_batch():
-    config = load('gpt3_175b', ['train.overlap=none'])
+    # A prime number of layers has no pipelines, which are not compared here.
+    config = load('gpt3_175b', ['train.overlap=none', 'model.num_layers=97'])
     few, many = (
         next(choice for choice in found.fitting if choice.mesh.is_flat)
         for found in (

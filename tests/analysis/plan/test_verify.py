@@ -8,7 +8,9 @@ from megajax.core.config import ConfigError, load
 
 
 def test_a_config_that_only_another_program_supports_is_not_compiled() -> None:
-    config = load('qwen3_30b_a3b', ['train.dtype=fp8'], own=False)
+    config = load(
+        'qwen3_30b_a3b', ['train.dtype=fp8', 'mesh.data=8', 'train.batch_size=8'], own=False
+    )
     plan = megajax.plan(config, gpu='h100', program='megatron')
     with pytest.raises(ConfigError) as caught:
         verified(plan, 'h100')

@@ -3,8 +3,10 @@
 import logging
 import os
 import subprocess
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from support import disk_full_at
@@ -59,6 +61,21 @@ def test_several_runs_have_theirs_in_the_current_folder(
     assert (tmp_path / 'report.html').is_file()
 
 
+@contextmanager
+def standard_output(file: BinaryIO, *, is_pipe: bool) -> Iterator[None]:
+    """Let this process have the file, or a pipe into it, as its standard output."""
+    with subprocess.Popen(['cat'], stdin=subprocess.PIPE, stdout=file) as reader:
+        assert reader.stdin is not None
+        before = os.dup(1)
+        os.dup2((reader.stdin if is_pipe else file).fileno(), 1)
+        try:
+            yield
+        finally:
+            os.dup2(before, 1)
+            os.close(before)
+            reader.stdin.close()
+
+
 @pytest.mark.skipif(not Path('/proc/self').exists(), reason='there is no /proc')
 @pytest.mark.parametrize('is_pipe', [True, False])
 def test_a_report_on_standard_output_replaces_no_device(
@@ -66,15 +83,10 @@ def test_a_report_on_standard_output_replaces_no_device(
 ) -> None:
     device, file = tmp_path / 'stdout', tmp_path / 'page.html'
     device.symlink_to('/proc/self/fd/1')  # as /dev/stdout, which root can replace
-    with file.open('wb') as stdout:
-        done = subprocess.run(
-            [sys.executable, '-m', 'megajax', 'report', finished_run, '--out', device],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE if is_pipe else stdout,
-            timeout=60,
-            check=True,
-        )
-    page = done.stdout if is_pipe else file.read_bytes()
+    with file.open('wb') as stdout, standard_output(stdout, is_pipe=is_pipe):
+        code, said = command(finished_run, '--out', device)
+    assert (code, said == '') == (0, is_pipe)  # a pipe gets only the report
+    page = file.read_bytes()
     assert page.startswith(b'<!doctype html>')
     assert page.rstrip().endswith(b'</html>')
     assert device.is_symlink()
