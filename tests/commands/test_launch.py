@@ -15,19 +15,21 @@ from support import megajax, more
 
 from megajax.core.config import ConfigError
 from megajax.runtime.processes.launch_plan import make_plan
-from megajax.runtime.processes.signals import SAME_SECONDS
 
 ROOT = Path(__file__).parents[2]
+SAME_SECONDS = 0.4  # between signals of one wish, instead of a second
 # Process 0 and 1 of a plan that needs no jax: each runs its own line.
 PAIR = """
-import sys
+import os, sys
+from megajax.runtime.processes import signals
 from megajax.runtime.processes.launch import launch
 from megajax.runtime.processes.launch_plan import LaunchPlan
 plan = LaunchPlan(
     command=(sys.executable, '-c', 'import os; exec(os.environ["DO"])'),
     variables=tuple({'DO': do} for do in sys.argv[1:]),
 )
-sys.exit(launch(plan, grace=1))
+signals.SAME_SECONDS = float(os.environ['SAME'])
+sys.exit(launch(plan, grace=0.3))
 """
 # Host 0 or 1 of two, each of two processes that say who they are among how many. If there is a
 # second argument, the last process then finds a mistake in its config.
@@ -64,7 +66,7 @@ COUNT = (
 
 
 def start(*command, folder=ROOT, environ=None):
-    environ = os.environ | {'PYTHONPATH': str(ROOT)} | (environ or {})
+    environ = os.environ | {'PYTHONPATH': str(ROOT), 'SAME': str(SAME_SECONDS)} | (environ or {})
     return subprocess.Popen(
         [sys.executable, *command],
         cwd=folder,
@@ -309,7 +311,7 @@ def test_when_one_fails_the_others_are_ended_though_they_ignore_sigterm(failure,
     ('first', 'later', 'code'),
     [
         more(75, 'os._exit(3)', 3),
-        (75, 'import time; time.sleep(0.5); os._exit(3)', 3),
+        (75, 'import time; time.sleep(0.2); os._exit(3)', 3),
         # The cause is on another host: a scheduler must not start this one again, either.
         (75, 'os._exit(82)', 2),
         more(83, 'os._exit(1)', 1),

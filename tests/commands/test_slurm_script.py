@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import exhaustive
 
 ROOT = Path(__file__).parents[2]
 SRUN = """#!/bin/sh
@@ -47,11 +48,11 @@ def write_config(folder: Path, run_dir: str) -> None:
     ('arguments', 'variable', 'expected'),
     [
         (['my.yaml'], '', 'runs/a folder'),
-        (['my.yaml'], '/shared/run', '/shared/run'),
+        exhaustive(['my.yaml'], '/shared/run', '/shared/run'),
         (['my.yaml', 'run.dir=runs/b'], '/shared/run', 'runs/b'),
         (['my.yaml', 'run.dir=null'], '', '{here}/runs/megajax-7'),
-        (['tiny'], '', '{here}/runs/megajax-7'),
-        (['run.start_from=runs/a'], '', '{here}/runs/megajax-7'),
+        exhaustive(['tiny'], '', '{here}/runs/megajax-7'),
+        exhaustive(['run.start_from=runs/a'], '', '{here}/runs/megajax-7'),
     ],
 )
 def test_the_folder_of_a_run_is_that_of_its_config_unless_it_is_given(
@@ -148,7 +149,7 @@ def requeued(
 def test_a_job_is_requeued_at_each_time_limit_while_its_run_makes_progress(
     tmp_path: Path, environ: dict[str, str]
 ) -> None:
-    for restarts in range(25):
+    for restarts in range(12):
         step = 100 * (restarts + 1) if restarts % 5 == 0 else None
         assert requeued(tmp_path, environ, restarts, step) == (True, '')
 

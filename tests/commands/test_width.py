@@ -37,8 +37,8 @@ def inspection() -> Inspection:
 
 @pytest.fixture(scope='module')
 def planned() -> Plan:
-    keys = 'model.dropout=0', 'mesh.data=8', 'train.batch_size=64', 'train.microbatches=1'
-    return plan(load('megatron_8.3b', keys), gpu='h100', gpus=64)
+    keys = 'model.dropout=0', 'mesh.data=16', 'train.batch_size=16', 'train.microbatches=1'
+    return plan(load('megatron_8.3b', keys), gpu='h100')
 
 
 def test_inspect_shows_every_site_with_its_verdict(inspection: Inspection) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from interop.stored import DATA, assert_same_tensors
 from runs import finish, losses, read_until, steps
-from support import by_name, on_mesh, write_run
+from support import by_name, exhaustive, on_mesh, write_run
 from typer.testing import CliRunner
 
 from megajax.commands.main import app
@@ -59,7 +59,7 @@ def test_an_import_comes_back_and_goes_to_megatron_and_back(
     assert_same_tensors(tmp_path / 'last', DATA / 'qwen3')
 
 
-@pytest.mark.parametrize('shard', ['false', 'true'])
+@pytest.mark.parametrize('shard', [exhaustive('false'), 'true'])
 def test_a_run_that_begins_with_an_import_has_a_fresh_optimizer(shard: str, tmp_path: Path) -> None:
     config = import_huggingface(DATA / 'llama2', tmp_path, ['mesh.data=2', f'optim.shard={shard}'])
     with on_mesh(config), Checkpoints(tmp_path / 'checkpoints', config) as checkpoints:

@@ -190,11 +190,13 @@ def test_a_revision_that_is_not_there_is_named(model: Path, import_hf: Import) -
     [('', 'cannot be downloaded from 127.0.0.1:9 ('), ('1', ', and HF_HUB_OFFLINE is set: ')],
 )
 def test_without_a_network_or_a_copy_the_fix_is_a_folder(
-    offline: str, message: str, tmp_path: Path
+    offline: str, message: str, tmp_path: Path, import_hf: Import
 ) -> None:
-    variables = {'HF_HUB_OFFLINE': offline}
-    command = '-m', 'megajax', 'import', 'hf', NAME, 'run'
-    said = refusal(run(tmp_path, REFUSED, *command, **variables))
+    if offline:  # read when the library is imported, so in another process
+        command = '-m', 'megajax', 'import', 'hf', NAME, 'run'
+        said = refusal(run(tmp_path, REFUSED, *command, HF_HUB_OFFLINE=offline))
+    else:
+        said = refusal(import_hf(REFUSED, NAME, 'run'))
     assert said.startswith(f'{NAME}: ')
     assert message in said
     assert said.endswith(
@@ -260,12 +262,10 @@ def test_what_is_no_revision_asks_nobody(revision: str) -> None:
         find_source(NAME, revision)
 
 
-def test_the_library_that_downloads_is_named_where_it_is_missing(tmp_path: Path) -> None:
-    program = (
-        "import sys; sys.modules['huggingface_hub'] = None\n"
-        'from megajax.commands.main import main; main()'
-    )
-    done = run(tmp_path, REFUSED, '-c', program, 'import', 'hf', NAME, 'run')
-    said = refusal(done)
+def test_the_library_that_downloads_is_named_where_it_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, 'huggingface_hub', None)
+    said = refusal(megajax('import', 'hf', NAME, 'run', folder=tmp_path))
     assert said.startswith(f'{NAME}: needs huggingface_hub: pip install ')
     assert '[hub]' in said

@@ -1,10 +1,12 @@
 """An export has the names of the layers of Megatron-LM that load it."""
 
+import functools
 import re
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -22,7 +24,23 @@ from megajax.runtime.checkpoint.compare import parameter_shapes, read_parameter
 EXPERTS = {'count': 4, 'active': 2, 'ffn_size': 8, 'first_dense': 1, 'router_bias': True}
 
 
-def written(folder: Path, **options: Any) -> tuple[dict[str, np.ndarray], str]:
+class Written(NamedTuple):
+    """An export: its folder, with the run, its tensors, and what was said of it."""
+
+    folder: Path
+    model: dict[str, np.ndarray]
+    said: str
+
+
+Writes = Callable[..., Written]
+
+
+@pytest.fixture(scope='module')
+def written(tmp_path_factory: pytest.TempPathFactory) -> Writes:
+    return functools.cache(lambda **options: write(tmp_path_factory.mktemp('written'), **options))
+
+
+def write(folder: Path, **options: Any) -> Written:
     """The export of a model with one dense layer, one layer of experts, and norms of heads."""
     model = {'num_layers': 2, 'qk_norm': True, 'experts': EXPERTS}
     config = tiny(1, 1, model=model, data={'tokenizer': 'none'})
@@ -30,7 +48,7 @@ def written(folder: Path, **options: Any) -> tuple[dict[str, np.ndarray], str]:
     start_run(folder / 'run', config, prepare(folder / 'run', config), load, origin={})
     said = export_megatron(folder / 'run', folder / 'out', ranks=1, **options)
     path = folder / 'out/release/mp_rank_00' / FILE
-    return load_torch(path)['model'], said  # type: ignore[index]
+    return Written(folder, load_torch(path)['model'], said)  # type: ignore[index]
 
 
 def norms(names: Any) -> set[str]:
@@ -38,8 +56,8 @@ def norms(names: Any) -> set[str]:
     return {match[1] for match in found if match}
 
 
-def test_norms_are_in_the_linear_layers_of_transformer_engine(tmp_path: Path) -> None:
-    model, said = written(tmp_path)
+def test_norms_are_in_the_linear_layers_of_transformer_engine(written: Writes) -> None:
+    _, model, said = written()
     heads = {f'{n}.self_attention.{x}_layernorm' for n in range(2) for x in 'qk'}
     attention = {f'{n}.self_attention.linear_qkv.layer_norm' for n in range(2)}
     # The norm before a router is a module of its own.
@@ -54,19 +72,21 @@ def test_norms_are_in_the_linear_layers_of_transformer_engine(tmp_path: Path) ->
     )
 
 
-def test_norms_are_modules_of_the_local_layers(tmp_path: Path) -> None:
-    model, said = written(tmp_path, transformer_impl='local')
+def test_norms_are_modules_of_the_local_layers(written: Writes) -> None:
+    _, model, said = written(transformer_impl='local')
     heads = {f'{n}.self_attention.{x}_layernorm' for n in range(2) for x in 'qk'}
     modules = {f'{n}.{x}_layernorm' for n in range(2) for x in ('input', 'pre_mlp')}
     assert norms(model) == heads | modules
     assert said.startswith('--transformer-impl local ')
 
 
-@pytest.mark.parametrize('transformer_impl', ['transformer_engine', 'local'])
-def test_an_import_reads_the_names_of_both(tmp_path: Path, transformer_impl: str) -> None:
-    written(tmp_path, transformer_impl=transformer_impl)
-    import_megatron(tmp_path / 'out', tmp_path / 'again')
-    run, again = tmp_path / 'run/checkpoints/0', tmp_path / 'again/checkpoints/0'
+@pytest.mark.parametrize('options', [{}, {'transformer_impl': 'local'}])
+def test_an_import_reads_the_names_of_both(
+    written: Writes, options: dict[str, str], tmp_path: Path
+) -> None:
+    folder, *_ = written(**options)
+    import_megatron(folder / 'out', tmp_path / 'again')
+    run, again = folder / 'run/checkpoints/0', tmp_path / 'again/checkpoints/0'
     assert parameter_shapes(run) == parameter_shapes(again)
     for name in parameter_shapes(run):
         rows = 300 if name == 'embedding.table' else None

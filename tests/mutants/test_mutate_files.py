@@ -1,14 +1,12 @@
 """The same seed makes the same mutants of files, and a reader with a hole is found."""
 
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from random import Random
 
 import pytest
-from mutants import formats, mutate_files
+from mutants import data_files, formats, mutate_files
 from mutants import mutations as by
 from support import exhaustive, slow
 
@@ -90,20 +88,29 @@ mutate_files.main()
     ],
 )
 def test_a_planted_hole_is_told_with_its_mutant_and_its_file_is_kept(
-    hole: str, told: str, tmp_path: Path
+    hole: str,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     program = tmp_path / 'planted.py'
     program.write_text(PLANTED.format(hole=hole))
-    command = [sys.executable, str(program), '--formats', 'planted', '--mutants', '3']
-    tests = str(Path(__file__).parents[1])
-    done = subprocess.run(
-        [*command, '--keep', str(tmp_path / 'kept'), '--out', str(tmp_path / 'out.json')],
-        env={**os.environ, 'PYTHONPATH': f'{tests}:{Path(tests).parent}'},
-        capture_output=True,
-        text=True,
-        check=False,
+    options = '--keep', f'{tmp_path}/kept', '--out', f'{tmp_path}/out.json'
+    monkeypatch.setattr(
+        sys, 'argv', [str(program), '--formats', 'planted', '--mutants', '3', *options]
     )
-    assert (done.returncode, told in done.stdout) == (1, True), done.stdout + done.stderr
+    tests = Path(__file__).parents[1]
+    monkeypatch.setenv('PYTHONPATH', f'{tests}:{tests.parent}')  # of the process that reads
+    monkeypatch.setenv('XDG_CACHE_HOME', f'{tmp_path}/cache')  # which it sets
+    planted = formats.Format(data_files.write_budget, {'*': ()}, lambda _: None)
+    monkeypatch.setitem(formats.ALL, 'planted', planted)
+    monkeypatch.setattr(mutate_files, '__file__', str(program))
+    monkeypatch.setattr(mutate_files, 'SECONDS', 3)
+    with pytest.raises(SystemExit) as end:
+        mutate_files.main()
+    assert end.value.code == 1
+    assert told in capsys.readouterr().out
     kept = sorted((tmp_path / 'kept').iterdir())
     assert kept
     assert all(b'milliseconds: 60' not in path.read_bytes() for path in kept)

@@ -45,11 +45,11 @@ def on_one_device(name: str = 'llama') -> Recording:
 
 
 def with_fault(config: Config, path: tuple[str, ...], size: float) -> nnx.State:
-    """The parameters of the seed, one number of which, of layer 1, is larger by `size`."""
+    """The parameters of the seed, one number of which, of the last layer, is larger by `size`."""
     params = from_seed(config)
     parameter = functools.reduce(lambda tree, name: tree[name], path, params)
     x = parameter.get_value()
     changed = np.array(x)
-    changed[1].flat[0] += size
+    changed[-1].flat[0] += size
     parameter.set_value(jax.device_put(changed, x.sharding))
     return params

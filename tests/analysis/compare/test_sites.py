@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from analysis.compare.small import PLAIN, from_seed, on_one_device, recorded, small, with_fault
-from support import exhaustive, on_mesh, slow
+from analysis.compare.small import PLAIN, on_one_device, recorded, small, with_fault
+from support import abstract_state, exhaustive, on_mesh, random_params, slow
 
 from megajax.analysis.compare import forward
 from megajax.analysis.compare.difference import Comparison, compare_recordings
@@ -113,7 +113,7 @@ def test_each_layer_of_a_pattern_runs_with_its_own_keys(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(forward, 'run_layer', run)
     with on_mesh(config):
-        params, batch = from_seed(config), place_batch(make_batch(config))
+        params, batch = abstract_state(config).params, place_batch(make_batch(config))
         jax.eval_shape(forward.make_forward(config), params, batch, jax.random.key(0))
     assert found == [config.model.layer_config(index) for index in range(3)]
 
@@ -126,7 +126,7 @@ def test_sites_and_gradients_are_in_the_order_of_the_computation(
     seen = list[forward.Sites]()
     monkeypatch.setattr(forward, '_tapped', lambda block: seen.append(tapped(block)) or seen[-1])
     with on_mesh(config):
-        params, batch = from_seed(config), place_batch(make_batch(config))
+        params, batch = random_params(config, std=0.05), place_batch(make_batch(config))
         jax.eval_shape(forward.make_forward(config), params, batch, jax.random.key(0))
         gradients = [*by_layer(params, config)]
     assert [[*of_layer] for of_layer in seen] == [sites(config.model)] * 2

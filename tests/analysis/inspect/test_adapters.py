@@ -93,7 +93,7 @@ def test_activations_send_what_they_send_without_and_the_gradients_are_summed_on
     assert sent == {axis: pytest.approx(size) for axis, size in summed.items() if size}
 
 
-@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
+@pytest.mark.parametrize('dtype', [exhaustive('bfloat16'), 'float16'])
 def test_frozen_weights_before_an_emulated_step_are_the_same_in_each_dtype(dtype):
     """A weight that is rounded to fp16 and then to bf16 can differ by a unit in the last place."""
     found, wanted = (

@@ -143,12 +143,13 @@ def test_the_rows_and_columns_that_cublas_is_given_beyond_berts_are_allowed(rows
 
 
 def test_a_loop_over_periods_with_windows_in_blocks_computes_and_sends_what_the_config_says():
+    two = {'window': 4}, {'window': 6, 'position': 'none'}  # in two periods and a half
     config = make_config(
         'windows',
         2,
         2,
         sequence_parallel=True,
-        model={'num_layers': 5, 'activation': 'geglu'},
+        model={'num_layers': 5, 'layers': two, 'activation': 'geglu'},
         train={'recompute': 'full'},
     )
     found = audit(config, compile_step(config, make_mesh(2, 2), 4), 'cpu')

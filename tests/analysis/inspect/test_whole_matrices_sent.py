@@ -40,7 +40,7 @@ def over_optimizer(sent: Any) -> dict[tuple[str, str], tuple[int, float]]:
 @pytest.mark.parametrize(
     'config',
     [
-        case('gpt', 'weights', data=2, model=2),
+        exhaustive(case('gpt', 'weights', data=2, model=2)),
         slow(case('llama', 'optimizer', data=2, model=4)),
         exhaustive(case('gpt', 'optimizer', data=4, replicas=2)),
         exhaustive(case('gpt', 'none', data=4)),
