@@ -2,7 +2,7 @@
 
 import io
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -108,7 +108,7 @@ def for_config(
 
     This does not need the GPUs. Exits with code 1 if the layout of the config does not fit.
     """
-    _check_options(context, json, write)
+    _check_options(context, json, write, roofline, scaling, schedule)
     if table:
         return _show_table(table)
     config = _config(source, overrides, gpus, program, compares=bool(compare))
@@ -131,8 +131,11 @@ def for_config(
         imbalance=_imbalance(config, source) if imbalance is None else imbalance,
         savings=what_if,
     )
-    _draw(plots, result, config, program, gpu, gpus_per_host, link)
-    _show(result, json=json, layout=write)
+    try:
+        _show(result, json=json, layout=write)
+    finally:
+        _draw(plots, result, config, gpu, gpus_per_host, link)
+    raise typer.Exit(0 if result.layout.fits else 1)
 
 
 @plan_app.command()
@@ -289,7 +292,7 @@ def _show_comparison(
         _console().print(str(result), soft_wrap=True, markup=False)
 
 
-def _show(result: 'Plan', *, json: Path | None, layout: Path | None) -> NoReturn:
+def _show(result: 'Plan', *, json: Path | None, layout: Path | None) -> None:
     from megajax.analysis.plan.report import tables
 
     console = _console()
@@ -299,11 +302,10 @@ def _show(result: 'Plan', *, json: Path | None, layout: Path | None) -> NoReturn
             soft_wrap=not console.is_terminal,
             markup=False,
         )
-    raise typer.Exit(0 if result.layout.fits else 1)
 
 
 def _checked_plots(**paths: Path | None) -> dict[str, Path]:
-    """Return the plots to draw, by name; raise ConfigError if one cannot be written."""
+    """Return the plots to draw, by name; raise ConfigError if one cannot be drawn."""
     plots = {name: path for name, path in paths.items() if path}
     if plots:
         from megajax.analysis.plan.plot import check_plot  # here, because it needs matplotlib
@@ -317,7 +319,6 @@ def _draw(
     plots: dict[str, Path],
     result: 'Plan',
     asked: Config,
-    program: 'ProgramName',
     gpu: str,
     gpus_per_host: int | None,
     link: 'LinkName | None',
@@ -339,7 +340,7 @@ def _draw(
             figure = plot.roofline(config, cluster)
         else:  # which searches: the overlap schedule of `config` is already chosen
             of_batch = changed(asked, train__batch_size=config.train.batch_size)
-            figure = plot.scaling(of_batch, cluster, BY_NAME[program])
+            figure = plot.scaling(of_batch, cluster, BY_NAME[result.program])
         drawn = io.BytesIO()
         figure.savefig(drawn, format=path.suffix.removeprefix('.'))
         write_output(path, drawn.getvalue())

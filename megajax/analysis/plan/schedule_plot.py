@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from megajax.analysis.plan.describe import mesh_name
+from megajax.analysis.plan.layouts import Mesh
 from megajax.analysis.plan.plot import new_figure
 from megajax.core.config import Config, ConfigError
 from megajax.core.counts.schedule import IDLE, Schedule, schedule_of
@@ -40,7 +42,10 @@ def schedule(config: Config) -> 'Figure':
     """
     mesh = config.mesh
     if mesh.stages == 1:
-        raise ConfigError('mesh.stages: 1 has no schedule to draw; use at least 2')
+        raise ConfigError(
+            'mesh.stages: 1 has no schedule to draw (the planned layout is '
+            f'{mesh_name(Mesh.of(config))}); use at least 2, without --gpus, which searches'
+        )
     plan = schedule_of(config)
     passes = 2 * mesh.stages * plan.passes
     if passes > MOST:

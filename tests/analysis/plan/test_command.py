@@ -93,6 +93,21 @@ def test_on_a_full_disk_the_plan_is_printed_and_its_file_is_a_mistake(tmp_path):
     assert str(two_by_four()) in done.stdout
 
 
+def test_a_plot_that_cannot_be_drawn_leaves_the_plan_and_its_files(tmp_path):
+    files = json, layout, plot = [tmp_path / name for name in ('p.json', 'fast.yaml', 's.svg')]
+    options = (
+        x for pair in zip(('--json', '--write', '--schedule'), files, strict=True) for x in pair
+    )
+    done = CliRunner().invoke(app, ['plan', 'gpt2_345m', *TWO_BY_FOUR, *map(str, options)])
+    assert isinstance(done.exception, ConfigError)
+    said = 'mesh.stages: 1 has no schedule to draw (the planned layout is data=2 x model=4)'
+    assert said in str(done.exception)
+    assert str(two_by_four()) in done.stdout
+    assert Plan.model_validate_json(json.read_text()) == two_by_four()
+    assert layout.exists()
+    assert not plot.exists()
+
+
 @pytest.mark.skipif(not Path('/dev/full').exists(), reason='there is no /dev/full')
 def test_a_plan_that_cannot_be_printed_is_in_its_file(tmp_path):
     arguments = ['plan', 'gpt2_345m', *TWO_BY_FOUR, '--gpu', 'h100', '--json', str(tmp_path / 'x')]
@@ -266,6 +281,8 @@ def test_tensor_parallelism_is_worth_it_where_nothing_fits_without_it():
         ),
         ('gpt2_124m --write tests', 'tests is a folder: give the name of a file in it'),
         ('gpt2_124m --roofline x.gif', 'x.gif: a plot must end in .png, .svg, .pdf'),
+        ('gpt2_124m --roofline x.png --scaling x.png', 'x.png would be written twice'),
+        ('gpt2_124m --json x.svg --schedule x.svg', 'x.svg would be written twice'),
         (
             '--table megatron_2019',
             '--table megatron_2019: choose among scaling, heads, strong, megatron, narayanan',
