@@ -1,6 +1,7 @@
 """The subcommands of `megajax plan`: parse, call, render."""
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -134,7 +135,7 @@ def for_config(
     try:
         _show(result, json=json, layout=write)
     finally:
-        _draw(plots, result, config, gpu, gpus_per_host, link)
+        _draw(plots, result, config, program, gpu, gpus_per_host, link)
     raise typer.Exit(0 if result.layout.fits else 1)
 
 
@@ -319,6 +320,7 @@ def _draw(
     plots: dict[str, Path],
     result: 'Plan',
     asked: Config,
+    program: 'ProgramName',
     gpu: str,
     gpus_per_host: int | None,
     link: 'LinkName | None',
@@ -332,6 +334,7 @@ def _draw(
     from megajax.core.hardware.records import hardware
 
     config = result.planned()
+    software = replace(BY_NAME[program], imbalance=result.imbalance or 1.0)
     cluster = Cluster.of(hardware(gpu, link), result.gpus, gpus_per_host)
     for name, path in plots.items():
         if name == 'schedule':
@@ -340,7 +343,7 @@ def _draw(
             figure = plot.roofline(config, cluster)
         else:  # which searches: the overlap schedule of `config` is already chosen
             of_batch = changed(asked, train__batch_size=config.train.batch_size)
-            figure = plot.scaling(of_batch, cluster, BY_NAME[result.program])
+            figure = plot.scaling(of_batch, cluster, software)
         drawn = io.BytesIO()
         figure.savefig(drawn, format=path.suffix.removeprefix('.'))
         write_output(path, drawn.getvalue())

@@ -139,13 +139,13 @@ def _points(config: Config, cluster: Cluster) -> list[_Point]:
 
 
 def scaling(config: Config, cluster: Cluster, program: Software = MEGAJAX) -> 'Figure':
-    """Plot the MFU of the fastest layout on 1 to 512 GPUs, or more if the cluster is larger.
+    """Plot the MFU of the fastest layout on 1 to 512 GPUs, and on those of the cluster.
 
     The batch size is the config's for any number of GPUs.
     """
     figure = new_figure()
     axes = figure.subplots()
-    counts = cluster.counts(max(512, cluster.num_devices))
+    counts = sorted({*cluster.counts(max(512, cluster.num_devices)), cluster.num_devices})
     choices = fastest(config, cluster, counts, program)
     gpus, shares = list(choices), [100 * choice.timed.mfu for choice in choices.values()]
     axes.plot(gpus, shares, marker='o', color='black')
