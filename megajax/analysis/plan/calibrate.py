@@ -20,7 +20,7 @@ from megajax.base.files.outputs import write_output
 from megajax.base.render.units import rounded
 from megajax.core.config import ConfigError
 from megajax.core.hardware.dies import Efficiency, Reference
-from megajax.core.hardware.memory import memory_fraction
+from megajax.core.hardware.memory import host_memory, memory_fraction
 from megajax.core.hardware.records import Dtype, Hardware, Link, hardware, hardware_of
 from megajax.core.hardware.targets import capability_of, is_nvidia
 from megajax.core.parallel.layout import batch_layout
@@ -313,7 +313,7 @@ def _unknown(
 
 
 def _memory(device: jax.Device) -> int:
-    """Return the bytes of a GPU, or a CPU device's equal share of the host's memory.
+    """Return the bytes of a GPU, or a CPU device's equal share of the memory of this process.
 
     Raises ConfigError if jax does not report a GPU's memory.
     """
@@ -325,7 +325,9 @@ def _memory(device: jax.Device) -> int:
             'plan calibrate: jax does not report the memory of this device; unset '
             'XLA_PYTHON_CLIENT_ALLOCATOR'
         )
-    return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') // jax.local_device_count()
+    memory = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+    # A container or a Slurm job may have less than the host.
+    return min(memory, host_memory() or memory) // jax.local_device_count()
 
 
 def _yaml(record: Hardware) -> str:

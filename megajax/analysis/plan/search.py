@@ -250,16 +250,16 @@ def that_fits(
     savings: Savings = NO_SAVINGS,
 ) -> Config | None:
     """Return a layout with the same batch that fits on a number of GPUs; None if none does."""
-    config = _on_cpu(config, cluster)
-    have, capability = usable_memory(cluster), cluster.hardware.compute_capability
-    resized = cluster.resized(num_devices)
+    config, resized = _on_cpu(config, cluster), cluster.resized(num_devices)
+    # Devices of a CPU share its memory, so more of them have less each.
+    have, capability = usable_memory(resized), resized.hardware.compute_capability
     for mesh in _meshes(config, resized, program):
         candidates = layouts(config, mesh, resized.smallest_domain, capability, program.zero)
         for listed in filter(is_frugal, candidates):
             candidate = accepted(listed, resized)
             if candidate is None or program.problems(candidate):
                 continue
-            if memory_on(candidate, cluster, savings).total <= have:
+            if memory_on(candidate, resized, savings).total <= have:
                 return candidate
     return None
 

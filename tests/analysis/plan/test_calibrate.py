@@ -259,6 +259,9 @@ def test_a_device_without_a_limit_has_a_share_of_the_hosts_memory(monkeypatch):
     for stats in (None, {}):
         device = SimpleNamespace(platform='cpu', memory_stats=lambda stats=stats: stats)
         assert calibrate._memory(device) == 4096 * 1000  # of eight devices
+    for limit, each in ((4096 * 4000, 4096 * 500), (2**40, 4096 * 1000), (None, 4096 * 1000)):
+        monkeypatch.setattr(calibrate, 'host_memory', lambda limit=limit: limit)
+        assert calibrate._memory(device) == each
 
 
 @pytest.mark.parametrize('name', [FRACTION, 'XLA_CLIENT_MEM_FRACTION', None])

@@ -15,7 +15,7 @@ from megajax.analysis.plan.describe import why_slower
 from megajax.analysis.plan.layouts import Mesh, changed, layouts, meshes
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.programs import MEGAJAX, MEGATRON
-from megajax.analysis.plan.search import Ranking, _order, search, usable_memory
+from megajax.analysis.plan.search import Ranking, _order, search, that_fits, usable_memory
 from megajax.analysis.plan.verdicts import grid_ratio
 from megajax.core.config import Config, ConfigError, LoraConfig, load
 from megajax.core.config.mesh_rules import replicas_within_hosts
@@ -206,6 +206,13 @@ def test_where_nothing_fits_the_fewest_gpus_that_would_are_named():
     assert ranking(with_rows('llama3_8b', 8), 'h100', gpus).fitting
     with pytest.raises(ConfigError):
         ranking(with_rows('llama3_8b', 8), 'h100', gpus // 2)
+
+
+def test_more_devices_of_one_cpu_have_no_more_memory() -> None:
+    config, gpu = with_rows('llama3_8b', 8), hardware('h100').model_copy(update={'memory': 10**10})
+    cpu = gpu.model_copy(update={'device_kinds': ('cpu',)})
+    fits = [that_fits(config, 64, Cluster.of(record, 8), MEGAJAX) for record in (gpu, cpu)]
+    assert [layout is not None for layout in fits] == [True, False]
 
 
 def test_moments_in_16_bits_are_named_where_they_would_do_and_never_chosen():
