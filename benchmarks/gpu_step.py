@@ -76,8 +76,15 @@ def prepared(config: Any, mesh: Any = None) -> tuple[Any, Any, Any, float]:
 
 
 def query(what: str) -> str | None:
-    """What nvidia-smi says of the first GPU; None without one."""
-    command = ['nvidia-smi', '--id=0', f'--query-gpu={what}', '--format=csv,noheader,nounits']
+    """What nvidia-smi says of the GPU that jax uses first; None without one."""
+    # nvidia-smi itself ignores the variable. An entry is an index or a UUID.
+    first = os.environ.get('CUDA_VISIBLE_DEVICES', '').split(',')[0].strip() or '0'
+    command = [
+        'nvidia-smi',
+        f'--id={first}',
+        f'--query-gpu={what}',
+        '--format=csv,noheader,nounits',
+    ]
     try:
         return subprocess.run(
             command, capture_output=True, text=True, check=True, timeout=10

@@ -3,6 +3,7 @@ others.
 """
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -73,6 +74,22 @@ def test_a_gpu_that_is_too_small_is_not_asked(
         'step-llama',
         'torch-llama',
     }
+
+
+@pytest.mark.parametrize(
+    ('visible', 'asked'),
+    [(None, '0'), ('', '0'), ('3', '3'), ('GPU-5e1f, 2', 'GPU-5e1f'), ('6,7', '6')],
+)
+def test_the_sensors_are_those_of_the_gpu_that_is_measured(
+    visible: str | None, asked: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tool := tmp_path / 'nvidia-smi').write_text('#!/bin/sh\necho "$1"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv('PATH', str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv('CUDA_VISIBLE_DEVICES', raising=False)
+    if visible is not None:
+        monkeypatch.setenv('CUDA_VISIBLE_DEVICES', visible)
+    assert step.query('power.draw') == f'--id={asked}'
 
 
 def test_what_is_right_comes_before_what_is_fast() -> None:
