@@ -24,7 +24,17 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> int:
     if (chosen := environ.get('CUDA_VISIBLE_DEVICES')) is not None:
         return len(_chosen(chosen))
     files = (file for file in DEVICES.glob('nvidia*') if re.fullmatch(r'nvidia\d+', file.name))
-    return _listed() or sum(map(_may_open, files))
+    return len(_listed()) or sum(map(_may_open, files))
+
+
+def visible_uuids(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the UUIDs of the visible GPUs; empty if there are none or nvidia-smi lists none."""
+    if environ.get('JAX_PLATFORMS', '').startswith('cpu'):
+        return []
+    listed = dict(enumerate(_listed()))
+    if (chosen := environ.get('CUDA_VISIBLE_DEVICES')) is None or not listed:
+        return [*listed.values()]
+    return [listed.get(int(name), name) if name.isdecimal() else name for name in _chosen(chosen)]
 
 
 def has_cuda_plugin() -> bool:
@@ -57,11 +67,12 @@ def _may_open(device: Path) -> bool:
     return True
 
 
-def _listed() -> int:
+def _listed() -> list[str]:
+    """Return the UUIDs of the GPUs that nvidia-smi lists."""
     try:
         listed = subprocess.run(
             ['nvidia-smi', '-L'], capture_output=True, text=True, timeout=60, check=False
         ).stdout
     except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith('GPU ') for line in listed.splitlines())
+        return []
+    return re.findall(r'^GPU .*\(UUID: (\S+)\)', listed, re.MULTILINE)

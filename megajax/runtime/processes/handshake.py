@@ -11,10 +11,16 @@ import selectors
 import socket
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from megajax.base.errors import ConfigError
-from megajax.runtime.processes.environment import PROCESSES, START_TIMEOUT, TOKEN, Start
+from megajax.runtime.processes.environment import (
+    LOCAL_DEVICES,
+    PROCESSES,
+    START_TIMEOUT,
+    TOKEN,
+    Start,
+)
 from megajax.runtime.processes.peers import Connection, Message, end
 from megajax.runtime.processes.token import is_signed, make_nonce, sign
 
@@ -37,6 +43,7 @@ class Guest:
     challenge: str  # the nonce of process 0
     nonce: str = ''  # the client's nonce, from its handshake
     host: str = ''  # the client's host name, from its handshake
+    gpus: str = ''  # its `Start.unlisted_gpus`, from its handshake
 
     def answer(self, token: str | None, **message: Any) -> None:
         """Send a message that proves that process 0 knows the token."""
@@ -49,6 +56,7 @@ class Greetings:
     def __init__(self, start: Start, server: socket.socket):
         self.start, self.server = start, server
         self.joined: dict[int, Guest] = {}
+        self._users = {(own_host(), start.unlisted_gpus()): 0}  # process by its host and GPUs
         self._strangers: list[Guest] = []  # connections, the oldest first
         self._drops = 0
         self._selector = selectors.DefaultSelector()
@@ -133,6 +141,7 @@ class Greetings:
                 'nonce': str(nonce),
             } if max(abs(index), abs(count)) < MAX_PROCESSES:
                 guest.nonce, guest.host = nonce, escape(host)
+                guest.gpus = str(message.get('gpus', ''))
                 if is_signed(self.start.token, message, guest.challenge):
                     self._join(guest, index, count)
                 else:
@@ -151,11 +160,21 @@ class Greetings:
                 f'of {self.start.count} expects every other process once: '
                 f'give all the same {PROCESSES}, and each its own index'
             )
-            guest.answer(self.start.token, event='refused', why=why)
-            raise ConfigError(why)
+            self._refuse(guest, why)
+        other = self._users.setdefault((guest.host, guest.gpus), index)
+        if guest.gpus and other != index:
+            self._refuse(
+                guest,
+                f'{guest.link.name} uses the same GPUs as process {other}: '
+                f'start one process per host, or list the GPUs of each in {LOCAL_DEVICES}',
+            )
         self._strangers.remove(guest)
         self.joined[index] = guest
         guest.link.socket.settimeout(None)
+
+    def _refuse(self, guest: Guest, why: str) -> NoReturn:
+        guest.answer(self.start.token, event='refused', why=why)
+        raise ConfigError(why)
 
     def _drop(self, stranger: Guest, why: str) -> None:
         self._strangers.remove(stranger)

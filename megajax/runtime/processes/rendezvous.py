@@ -42,8 +42,8 @@ def gather(start: Start) -> tuple[Peers, int]:
 
     Returns the peers, which are watched from now on, and the port for jax's coordinator on the host
     of process 0. After `start.timeout` seconds the process exits with code 75 and one line that
-    names the address and the missing processes. Raises ConfigError if process 0 cannot listen, or
-    if the processes have different values for their number.
+    names the address and the missing processes. Raises ConfigError if process 0 cannot listen, if
+    the processes have different values for their number, or if two would use the same GPUs.
     """
     allow_open_files(CONNECTIONS * start.count)
     return _gather_all(start) if start.index == 0 else _join(start)
@@ -113,6 +113,7 @@ def _greet(start: Start, link: Connection) -> tuple[str, str]:
         'process': start.index,
         'processes': start.count,
         'host': own_host(),
+        'gpus': start.unlisted_gpus(),
         'nonce': nonce,
     }
     link.send(**sign(start.token, hello, challenge))

@@ -1,11 +1,13 @@
 """Where process 0 waits for the others, and of what it warns."""
 
 import json
+import os
 import resource
 import socket
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -69,6 +71,15 @@ def test_a_port_that_launch_chose_and_lost_asks_for_a_new_start(
 def test_the_name_of_an_interface_is_refused_with_what_to_give_instead() -> None:
     with pytest.raises(ConfigError, match='to the address of an interface of this host, such as'):
         _listen(start('no-such-eth0'), 0)
+
+
+def make_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = folder / 'nvidia-smi'
+    command.write_text(
+        '#!/bin/sh\necho "GPU 0: H100 (UUID: GPU-1)"; echo "GPU 1: H100 (UUID: GPU-2)"\n'
+    )
+    command.chmod(0o755)
+    monkeypatch.setenv('PATH', str(folder), prepend=os.pathsep)
 
 
 def connect(port: int) -> socket.socket:
@@ -148,6 +159,78 @@ def test_who_comes_long_before_process_0_waits_for_the_last_one_too(
     for index in (1, 2):
         met[index].links[0].socket.shutdown(socket.SHUT_RDWR)
     met[0].wait(10)
+
+
+def meet(port: int, gpus: tuple[tuple[int, ...] | None, ...]) -> dict[int, Peers | ConfigError]:
+    """Let processes with these lists of GPUs meet; return their peers, or their errors."""
+    met: dict[int, Peers | ConfigError] = {}
+
+    def join(index: int) -> None:
+        own = replace(start('127.0.0.1', port), index=index, count=len(gpus), gpus=gpus[index])
+        try:
+            met[index], _ = gather(own)
+        except ConfigError as error:
+            met[index] = error
+
+    threads = [threading.Thread(target=join, args=(index,)) for index in range(len(gpus))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return met
+
+
+@pytest.mark.parametrize(
+    ('environ', 'gpus', 'are_shared'),
+    [
+        ({}, (None, None), True),
+        ({'CUDA_VISIBLE_DEVICES': '1'}, (None, None), True),
+        ({}, ((0,), (1,)), False),
+        ({'JAX_LOCAL_DEVICE_IDS': '0'}, (None, None), False),
+        ({'JAX_PLATFORMS': 'cpu'}, (None, None), False),
+    ],
+)
+def test_processes_of_one_host_that_would_use_the_same_gpus_are_refused(
+    environ: dict[str, str],
+    gpus: tuple[tuple[int, ...] | None, ...],
+    are_shared: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_nvidia_smi(tmp_path, monkeypatch)
+    for name in ('JAX_PLATFORMS', 'CUDA_VISIBLE_DEVICES', 'JAX_LOCAL_DEVICE_IDS'):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with socket.create_server(('127.0.0.1', 0)) as server:
+        port = server.getsockname()[1]
+    met = meet(port, gpus)
+    host = socket.gethostname()
+    error = (
+        f'process 1 on {host} uses the same GPUs as process 0: start one process per host, '
+        'or list the GPUs of each in JAX_LOCAL_DEVICE_IDS'
+    )
+    peers = [each for each in met.values() if isinstance(each, Peers)]
+    assert [str(each) for each in met.values() if isinstance(each, ConfigError)] == (
+        [error, error] if are_shared else []
+    )
+    assert len(peers) == (0 if are_shared else 2)
+    for each in peers:
+        each.done()
+    for each in peers:
+        each.links[0].socket.shutdown(socket.SHUT_RDWR)
+        each._watcher.join(10)
+
+
+def test_gpus_are_compared_by_their_uuids_if_nvidia_smi_lists_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = start('127.0.0.1')
+    make_nvidia_smi(tmp_path, monkeypatch)
+    assert own.unlisted_gpus({}) == 'GPU-1,GPU-2'
+    assert own.unlisted_gpus({'CUDA_VISIBLE_DEVICES': '1,GPU-1'}) == 'GPU-2,GPU-1'
+    monkeypatch.setenv('PATH', str(tmp_path / 'none'))
+    assert own.unlisted_gpus({'CUDA_VISIBLE_DEVICES': '0'}) == ''
 
 
 def test_a_run_of_many_processes_may_open_a_connection_to_each() -> None:
