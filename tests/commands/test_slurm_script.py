@@ -101,6 +101,29 @@ def test_a_container_sees_the_run_and_the_corpus(tmp_path: Path, environ: dict[s
     assert f'megajax train my.yaml data.corpus=/shared/web run.dir={tmp_path}/run' in said
 
 
+@pytest.mark.parametrize('container', [{}, {'IMAGE': 'image'}], ids=['host', 'container'])
+@pytest.mark.parametrize('place', ['argument', 'variable', 'config'])
+def test_the_home_directory_is_that_of_the_host(
+    container: dict[str, str], place: str, tmp_path: Path, environ: dict[str, str]
+) -> None:
+    in_container = '[ -z "$IMAGE" ] || export HOME=/home/of_the_image'
+    srun = SRUN.replace('options=\n', f'options=\n{in_container}\n')
+    srun = srun.replace('do options', 'do case "$1" in HOME=*) export "$1" ;; esac; options')
+    (tmp_path / 'bin/srun').write_text(srun)
+    home = tmp_path / 'home'
+    write_config(tmp_path, '~/runs/x')
+    environ |= container | {'HOME': str(home)} | {'RUN_DIR': '~/runs/x' * (place == 'variable')}
+    arguments = ['my.yaml' if place == 'config' else 'tiny', 'data.corpus=~/web']
+    arguments += ['run.dir=~/runs/x'] * (place == 'argument')
+    done = run(tmp_path, environ, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert f' data.corpus={home}/web ' in done.stdout
+    assert done.stdout.endswith(f' run.dir={home}/runs/x\n')
+    mounts = f',{home}/runs/x:{home}/runs/x,{home}:{home} '
+    assert (mounts in done.stdout) == bool(container)
+    assert not (tmp_path / '~').exists()
+
+
 def test_a_corpus_that_is_a_folder_is_seen_itself_and_never_the_root_of_the_host(
     tmp_path: Path, environ: dict[str, str]
 ) -> None:
