@@ -69,7 +69,7 @@ def _packages(diagnosis: Diagnosis) -> None:
         except PackageNotFoundError:
             diagnosis.fact(name, 'missing')
             diagnosis.wrong(
-                f'{name} is not installed', 'pip install megajax, in the environment that runs it'
+                f'{name} is not installed', f'{install()}, in the environment that runs it'
             )
     for name, release in _plugins().items():
         diagnosis.fact('plugin', f'{name} {release}')

@@ -13,10 +13,11 @@ from urllib.parse import unquote, urlsplit
 NAME = 'megajax'
 
 
-def install(extra: str, *, upgrade: bool = False) -> str:
+def install(extra: str = '', *, upgrade: bool = False) -> str:
     """Return the command that adds an extra of `pyproject.toml` to this installation.
 
-    Follows PEP 610: pip records where a package came from, unless it came from an index.
+    Without an extra, the command adds the packages that every installation needs. Follows PEP 610:
+    pip records where a package came from, unless it came from an index.
     """
     return f'pip install {"--upgrade " * upgrade}{_requirement(extra, _origin())}'
 
@@ -29,11 +30,12 @@ def _origin() -> dict[str, Any]:
 
 
 def _requirement(extra: str, origin: dict[str, Any]) -> str:
-    url, name = str(origin.get('url', '')), f'{NAME}[{extra}]'
+    extras = f'[{extra}]' if extra else ''
+    url, name = str(origin.get('url', '')), f'{NAME}{extras}'
     if not url:
-        return f"'{name}'"
+        return f'-e {shlex.quote(f"/path/to/{name}")}'
     if origin.get('dir_info', {}).get('editable'):
-        return f'-e {shlex.quote(f"{unquote(urlsplit(url).path)}[{extra}]")}'
+        return f'-e {shlex.quote(f"{unquote(urlsplit(url).path)}{extras}")}'
     version_control = origin.get('vcs_info')
     if version_control:
         url = f'{version_control["vcs"]}+{url}@{version_control["commit_id"]}'

@@ -1,6 +1,7 @@
 """The command that installs an extra names where megajax came from."""
 
 import json
+import shlex
 
 import pytest
 
@@ -10,7 +11,7 @@ from megajax.core.config import extras
 @pytest.mark.parametrize(
     ('origin', 'command'),
     [
-        (None, "pip install 'megajax[plot]'"),
+        (None, "pip install -e '/path/to/megajax[plot]'"),
         (
             {'url': 'file:///home/ada/my%20code', 'dir_info': {'editable': True}},
             "pip install -e '/home/ada/my code[plot]'",
@@ -39,11 +40,13 @@ def test_an_extra_comes_from_where_megajax_came(
 
     monkeypatch.setattr(extras, 'distribution', lambda name: Installed())
     assert extras.install('plot') == command
+    assert shlex.split(extras.install()) == shlex.split(command.replace('[plot]', ''))
 
 
-def test_a_copy_that_pip_does_not_know_is_named_as_an_index_would(monkeypatch) -> None:
+def test_a_copy_that_pip_does_not_know_is_installed_from_a_clone(monkeypatch) -> None:
     def missing(name: str) -> None:
         raise extras.PackageNotFoundError(name)
 
     monkeypatch.setattr(extras, 'distribution', missing)
-    assert extras.install('cuda', upgrade=True) == "pip install --upgrade 'megajax[cuda]'"
+    command = "pip install --upgrade -e '/path/to/megajax[cuda]'"
+    assert extras.install('cuda', upgrade=True) == command
