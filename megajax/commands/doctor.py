@@ -77,7 +77,7 @@ def _packages(diagnosis: Diagnosis) -> None:
         if 'cuda' in name and release.split('.')[:3] != jaxlib.split('.')[:3]:
             diagnosis.wrong(
                 f'{name} {release} does not match jaxlib {jaxlib}, so jax ignores it',
-                install('cuda', upgrade=True),
+                install('cuda13' if 'cuda13' in name else 'cuda', upgrade=True),
             )
 
 

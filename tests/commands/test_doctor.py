@@ -23,6 +23,7 @@ from megajax.commands.ask_jax import kernel_of, matmuls_of_experts
 from megajax.commands.diagnosis import Diagnosis
 from megajax.commands.doctor import diagnose
 from megajax.commands.main import app
+from megajax.core.config.extras import install
 from megajax.core.hardware.targets import has_compiler
 from megajax.runtime.processes.certificates import JAX_OPTION
 
@@ -179,15 +180,17 @@ def test_a_gpu_that_jax_does_not_use_is_found(
 
 
 @pytest.mark.usefixtures('jax_said')
+@pytest.mark.parametrize(
+    ('plugin', 'extra'), [('jax-cuda12-pjrt', 'cuda'), ('jax-cuda13-pjrt', 'cuda13')]
+)
 def test_a_plugin_for_another_jaxlib_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plugin: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, '_plugins', lambda: {'jax-cuda12-plugin': '0.1.2'})
-    (what,) = whats(diagnose(tmp_path, environ=CPU))
-    assert (
-        what
-        == f'jax-cuda12-plugin 0.1.2 does not match jaxlib {version("jaxlib")}, so jax ignores it'
-    )
+    monkeypatch.setattr(doctor, '_plugins', lambda: {plugin: '0.1.2'})
+    (finding,) = diagnose(tmp_path, environ=CPU).findings
+    jaxlib = version('jaxlib')
+    assert finding.what == f'{plugin} 0.1.2 does not match jaxlib {jaxlib}, so jax ignores it'
+    assert finding.fix == install(extra, upgrade=True)
 
 
 def test_a_jax_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
