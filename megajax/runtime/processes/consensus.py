@@ -24,11 +24,12 @@ def from_all(*values: int) -> np.ndarray:
     )
 
 
-def gather(value: float) -> list[float]:
-    """Return each process's value: an all-gather between hosts; all processes must call it."""
-    return [
-        float(element) for element in np.ravel(multihost_utils.process_allgather(np.float32(value)))
-    ]
+def gather(*values: float) -> list[list[float]]:
+    """Return each process's values in fp32: an all-gather between hosts; all must call it."""
+    mine = np.array(values, np.float32)
+    if jax.process_count() == 1:
+        return [mine.tolist()]
+    return np.asarray(multihost_utils.process_allgather(mine)).tolist()
 
 
 def all_are_here(where: str, seconds: float) -> bool:

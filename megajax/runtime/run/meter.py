@@ -25,6 +25,8 @@ class Meter:
         known = hardware_of(devices[0].device_kind)
         self._peak = known.peak_flops.get(config.train.dtype) if known else None
         self._planned_bytes = _planned_bytes(compiled)
+        # bytes in use on the fullest device of all processes, which `BetweenSteps` finds
+        self.fullest_bytes = 0.0
 
     def measure(self, seconds: float) -> dict[str, float]:
         """Return the rates of a step that took `seconds`, and its memory.
@@ -32,8 +34,9 @@ class Meter:
         Tokens/s are summed over all devices; TFLOP/s, MFU and memory are per device. FLOPs are
         model FLOPs, without recomputation (Chowdhery et al., 2022); `mfu` is left out if the
         device's peak is not known. `memory_bytes` is the largest number of bytes that the allocator
-        of any local device has had in use since the start. Without such a count, as on a CPU,
-        `planned_memory_bytes` is the memory that XLA planned for the step.
+        of any device has had in use since the start; other processes' devices count as of the last
+        `BetweenSteps.find_slowest`. Without such a count, as on a CPU, `planned_memory_bytes` is
+        the memory that XLA planned for the step.
         """
         rates = {
             'tokens_per_s': self._tokens / seconds,
@@ -43,11 +46,14 @@ class Meter:
             rates['mfu'] = self._flops / seconds / self._peak
         return rates | self._memory()
 
+    def peak_bytes(self) -> float:
+        """Return the `memory_bytes` of a step; 0 if the devices do not count them."""
+        stats = [device.memory_stats() or {} for device in self._devices]
+        return max(self.fullest_bytes, *(each.get('peak_bytes_in_use') or 0 for each in stats))
+
     def _memory(self) -> dict[str, float]:
-        peaks = [(device.memory_stats() or {}).get('peak_bytes_in_use') for device in self._devices]
-        known = [peak for peak in peaks if peak is not None]
-        if known:
-            return {'memory_bytes': max(known)}
+        if peak := self.peak_bytes():
+            return {'memory_bytes': peak}
         return {'planned_memory_bytes': self._planned_bytes} if self._planned_bytes else {}
 
 
@@ -86,34 +92,38 @@ class BetweenSteps:
         self._checkpoint_seconds = self._clock.seconds('checkpoint')
         return 1e3 * (self._checkpoint_seconds - before)
 
-    def find_slowest(self) -> dict[str, float]:
+    def find_slowest(self, meter: Meter) -> dict[str, float]:
         """Return the process that is last to reach a step; all processes must call this.
 
         The result is the process that was last on average over the steps since the previous call,
-        which are fewer than `train.log_every` after a resume.
+        which are fewer than `train.log_every` after a resume. Also return the `memory_bytes` of the
+        fullest device of all processes, if they are counted, and let `meter` know them.
         """
         own = self._clock.seconds('data_wait', 'other') - self._own_seconds
         # Other processes answer only after the step in flight: this wait counts as productive.
         self._clock.begin('productive')
-        values = slowest(own / self._steps)
+        values = slowest(own / self._steps, meter.peak_bytes())
+        meter.fullest_bytes = values.get('memory_bytes', 0.0)
         self._steps = 0
         self._clock.begin('other')
         self._own_seconds = self._clock.seconds('data_wait', 'other')
         return values
 
 
-def slowest(own_seconds: float) -> dict[str, float]:
+def slowest(own_seconds: float, memory_bytes: float) -> dict[str, float]:
     """Return the process with the most seconds of its own, and its lead over the median in ms.
 
     All processes must call this. In a step, all processes wait for each other, so they differ only
     in the time outside of steps: waiting for data, and Python between steps. A GPU that is slower
-    than the others is not detected here.
+    than the others is not detected here. The result also has the largest `memory_bytes` of all
+    processes, unless they are 0. It is empty if there is one process.
     """
     if jax.process_count() == 1:
         return {}
-    all_seconds = gather(own_seconds)
+    all_seconds, all_bytes = zip(*gather(own_seconds, memory_bytes), strict=True)
     most = max(all_seconds)
     return {
         'slowest_process': all_seconds.index(most),
         'slowest_process_behind_ms': 1e3 * (most - statistics.median_low(all_seconds)),
+        **({'memory_bytes': max(all_bytes)} if memory_bytes else {}),
     }

@@ -194,7 +194,7 @@ class Trainer:
             self._check_read()
         values |= self._complete(current, end, taken=values['taken'])
         if self.step % self.config.train.log_every == 0:
-            values |= self._between_steps.find_slowest()
+            values |= self._between_steps.find_slowest(self._meter)
             self.summary.write_sometimes()
         return values
 

@@ -30,19 +30,21 @@ optim: {schedule: constant}
 """
 ROOT = Path(__file__).parents[3]
 
-# A run in which process 1 takes long to read each batch.
+# A run in which process 1 takes long to read each batch, and has the fullest device.
 SLOW_READER = """
 import sys, threading, time, jax
 from megajax.core.config import load
 from megajax.runtime.data import Batches
 from megajax.runtime.processes.distributed import processes
+from megajax.runtime.run.meter import Meter
 from megajax.runtime.run.run import run
-read, one = Batches.rows, threading.Lock()
+read, one, known = Batches.rows, threading.Lock(), Meter.peak_bytes
 def rows(self, step, start, stop):
     with one:
         time.sleep(0.5 * jax.process_index())
     return read(self, step, start, stop)
 Batches.rows = rows
+Meter.peak_bytes = lambda meter: max(known(meter), 1e9 * (1 + jax.process_index()))
 with processes():
     run(load('small.yaml', sys.argv[1:]), name='small')
 """
@@ -189,6 +191,8 @@ def test_the_process_that_the_others_wait_for_is_named(folder: Path) -> None:
         if 'slowest_process' in line
     }
     assert list(found) == [4, 8, 12]
+    memory = [line['memory_bytes'] for line in read_lines(folder / 'run') if 'loss' in line]
+    assert memory == [*3 * [1e9], *9 * [2e9]]
     process, behind = found[12]
     assert process == 1
     assert 50 < behind < 600

@@ -55,8 +55,24 @@ def test_on_a_gpu_utilisation_is_of_the_peak_of_the_dtype_and_memory_that_of_the
     assert found['mfu'] == pytest.approx(step_flops(config).model / 2 / 1e-3 / peak)
 
 
+def test_memory_is_that_of_the_fullest_device_of_all_processes_also_between_their_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(jax, 'process_count', lambda: 2)
+    monkeypatch.setattr(meter, 'gather', lambda *own: [[*own], [own[0] + 1, 12.0]])
+    first = Gpu(7)
+    one, between = Meter(make_config('gpt'), doubled(), [first]), BetweenSteps(Clock())
+    assert one.measure(0.5)['memory_bytes'] == 7
+    between.checkpoint_ms()
+    found = between.find_slowest(one)
+    assert (found['slowest_process'], found['memory_bytes']) == (1, 12)
+    assert one.measure(0.5)['memory_bytes'] == 12
+    first.peak = 13
+    assert one.measure(0.5)['memory_bytes'] == 13
+
+
 def test_one_process_is_not_the_slowest() -> None:
-    assert slowest(1.0) == {}
+    assert slowest(1.0, 0) == {}
 
 
 def test_the_answers_of_the_others_come_with_the_step_in_flight_which_counts(
@@ -64,7 +80,7 @@ def test_the_answers_of_the_others_come_with_the_step_in_flight_which_counts(
 ) -> None:
     own = []
 
-    def slowest(seconds: float) -> dict[str, float]:
+    def slowest(seconds: float, memory_bytes: float) -> dict[str, float]:
         own.append(seconds)
         time.sleep(0.1)
         return {}
@@ -72,11 +88,11 @@ def test_the_answers_of_the_others_come_with_the_step_in_flight_which_counts(
     monkeypatch.setattr(meter, 'slowest', slowest)
     clock = Clock()
     clock.begin('other')
-    between = BetweenSteps(clock)
+    one, between = Meter(make_config('gpt'), doubled(), jax.devices()[:1]), BetweenSteps(clock)
     between.begin()
     for _ in range(2):
         between.checkpoint_ms()
-        between.find_slowest()
+        between.find_slowest(one)
     assert clock.seconds('productive') >= 0.2
     assert clock.seconds('other') < 0.1
     assert max(own) < 0.1
@@ -87,18 +103,18 @@ def test_the_seconds_are_those_of_a_step_also_where_a_resume_leaves_fewer(
 ) -> None:
     own = []
 
-    def slowest(seconds: float) -> dict[str, float]:
+    def slowest(seconds: float, memory_bytes: float) -> dict[str, float]:
         own.append(seconds)
         return {}
 
     monkeypatch.setattr(meter, 'slowest', slowest)
     clock = Clock()
     clock.begin('other')
-    between = BetweenSteps(clock)
+    one, between = Meter(make_config('gpt'), doubled(), jax.devices()[:1]), BetweenSteps(clock)
     between.begin()
     for steps in (4, 1):
         for _ in range(steps):
             time.sleep(0.1)
             between.checkpoint_ms()
-        between.find_slowest()
+        between.find_slowest(one)
     assert own == pytest.approx([0.1, 0.1], abs=0.05)
