@@ -317,6 +317,17 @@ def test_the_page_has_the_sizes_of_the_searches() -> None:
     assert f'of {before} layouts took {first} and {second} CPU seconds on an idle Xeon' in PLAN
 
 
+def test_the_notebook_has_the_plan_of_this_version() -> None:
+    path = ROOT / 'notebooks/03_is_tensor_parallelism_worth_it.ipynb'
+    (cell,) = (
+        cell
+        for cell in json.loads(path.read_text())['cells']
+        if ''.join(cell['source']) == "megajax.plan(megajax.load('llama3_8b'), gpu='h100', gpus=32)"
+    )
+    stored = ''.join(cell['outputs'][0]['data']['text/html'])
+    assert stored == plan(load('llama3_8b'), gpu='h100', gpus=32)._repr_html_()
+
+
 def test_the_page_has_the_time_of_a_step_without_nvlink() -> None:
     config = load('llama3_8b', ['mesh.data=1', 'mesh.model=8'])
     nvlink, pcie = (plan(config, gpu='h100', link=link) for link in (None, 'pcie'))
