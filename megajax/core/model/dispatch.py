@@ -245,14 +245,26 @@ class WithCapacity(Dispatch):
     count: int  # number of all experts
 
     @classmethod
-    def of(cls, expert_TY: jax.Array, experts: ExpertsConfig, group: int, peers: Peers) -> Self:
-        """Send to each expert its first assignments in each group of `group` consecutive tokens."""
+    def of(
+        cls,
+        expert_TY: jax.Array,
+        experts: ExpertsConfig,
+        group: int,
+        peers: Peers,
+        real_T: jax.Array | None = None,
+    ) -> Self:
+        """Send to each expert its first assignments in each group of `group` consecutive tokens.
+
+        Tokens that are 0 in `real_T` come after all others of their group.
+        """
         expert_n, active, count = expert_TY.reshape(-1), experts.active, experts.count
         slots = experts.slots(group)
         num_groups = len(expert_TY) // group
         group_n = jnp.arange(len(expert_n)) // (group * active)
-        rank_n = rank_in(expert_n * num_groups + group_n, count * num_groups)
-        slot_n = (expert_n * num_groups + group_n) * slots + rank_n
+        key_n = expert_n * num_groups + group_n
+        order_n = None if real_T is None else 2 * key_n + jnp.repeat(real_T == 0, active)
+        rank_n = rank_in(key_n, count * num_groups, order=order_n)
+        slot_n = key_n * slots + rank_n
         size = count * num_groups * slots
         slot_n = jnp.where(rank_n < slots, slot_n, size)
         return cls(slot_n, sources(slot_n, size), active, peers, count)
@@ -281,11 +293,20 @@ class WithCapacity(Dispatch):
         return gradient.astype(jnp.float32).sum(1)
 
 
-def dispatch(expert_TY: jax.Array, experts: ExpertsConfig, length: int, peers: Peers) -> Dispatch:
-    """Return where a device's tokens are sent; `length` is the length of its parts of sequences."""
+def dispatch(
+    expert_TY: jax.Array,
+    experts: ExpertsConfig,
+    length: int,
+    peers: Peers,
+    real_T: jax.Array | None = None,
+) -> Dispatch:
+    """Return where a device's tokens are sent; `length` is the length of its parts of sequences.
+
+    `real_T` is 0 for padding, which gets the slots that other tokens leave.
+    """
     if experts.capacity is None:
         return Dropless.of(expert_TY, experts, peers)
-    return WithCapacity.of(expert_TY, experts, experts.capacity_group or length, peers)
+    return WithCapacity.of(expert_TY, experts, experts.capacity_group or length, peers, real_T)
 
 
 def rank_in(key_n: jax.Array, num_keys: int, order: jax.Array | None = None) -> jax.Array:

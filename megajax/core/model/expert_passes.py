@@ -72,7 +72,7 @@ def forward(x_BTD: jax.Array, arrays: Arrays, how: Settings) -> tuple[jax.Array,
     x_TD, local = x_BSD.reshape(-1, x_BSD.shape[-1]), _Local(arrays, how)
     logit_Tx = router.logits(x_TD, local.router_Dx, local.vector('router_bias'))
     expert_TY = router.choose(logit_Tx, local.vector('selection_bias'), how.experts)
-    sent = dispatch(expert_TY, how.experts, x_BSD.shape[1], how.peers)
+    sent = local.dispatch(expert_TY, x_BSD.shape[1])
     rows = sent.send_tokens(x_TD)
     up = local.before_activation(rows, sent)
 
@@ -100,7 +100,7 @@ def backward(
     x_BSD, dy_BSD = (_gathered(x, how.layout) for x in (x_BTD, dy_BTD))
     x_TD, dy_TD = (x.reshape(-1, x.shape[-1]) for x in (x_BSD, dy_BSD))
     logit_Tx, expert_TY, local = saved.logit_Tx, saved.expert_TY, _Local(arrays, how)
-    sent = dispatch(expert_TY, how.experts, x_BSD.shape[1], how.peers)
+    sent = local.dispatch(expert_TY, x_BSD.shape[1])
     weight_TY, of_weights = jax.vjp(
         lambda logit: router.weights(logit, expert_TY, how.experts), logit_Tx
     )
@@ -225,6 +225,11 @@ class _Local(NamedTuple):
         """The weight [hidden, D] of the shared expert's second matmul."""
         w: jax.Array = self.arrays['shared_down']
         return w
+
+    def dispatch(self, expert_TY: jax.Array, length: int) -> Dispatch:
+        """Return where the tokens are sent."""
+        real_T = self.real_T if 'real' in self.arrays else None
+        return dispatch(expert_TY, self.how.experts, length, self.how.peers, real_T)
 
     def before_activation(self, rows: jax.Array, sent: Dispatch) -> jax.Array:
         """Return the result of the first matmul of rows, with its bias."""

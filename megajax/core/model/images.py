@@ -40,18 +40,21 @@ class Merged(NamedTuple):
     def rows(self, rows: Rows) -> Rows:
         """Return `rows` with the images' arrays and relevance's changes to positions and segments.
 
-        Empty tokens are a segment of their own, so that no other tokens attend to them.
+        Empty tokens are a segment of their own, so that no other tokens attend to them, and routers
+        do not count them.
         """
         rows = rows._replace(deep_BTAD=self.deep_BTAD)
         if self.offset_BS2 is None or self.is_empty_BS is None:
             return rows
-        position_BS, segment_BS = rows.position_BS, rows.segment_BS
+        position_BS, segment_BS, real_BS = rows.position_BS, rows.segment_BS, rows.real_BS
         if position_BS is not None and position_BS.ndim == 3:
             offset_BS3 = jnp.pad(self.offset_BS2, ((0, 0), (0, 0), (1, 0)))
             position_BS = position_BS + offset_BS3
         segment = 0 if segment_BS is None else segment_BS
         segment_BS = jnp.where(self.is_empty_BS, -1, segment)
-        return rows._replace(position_BS=position_BS, segment_BS=segment_BS)
+        if real_BS is not None:
+            real_BS = jnp.where(self.is_empty_BS, 0, real_BS)
+        return rows._replace(position_BS=position_BS, segment_BS=segment_BS, real_BS=real_BS)
 
 
 def merge_images(

@@ -14,7 +14,7 @@ class Rows(NamedTuple):
     attention stays; on context shards, the number is the position of a document's first token
     (`documents.py`). `type_BS` has BERT's token types, `key_B` turns dropout on, and `deep_BTAD` is
     added to the residual stream after the first layers (DeepStack). `real_BS` is 1 for the tokens
-    that a step's routers count, and 0 for padding.
+    that a step's routers count, and 0 for padding and empty image tokens.
     """
 
     position_BS: jax.Array | None = None

@@ -106,8 +106,8 @@ def capacity_of_a_shard(patch: Any) -> None:
     """Drop the last tokens of a device, instead of those of a sequence."""
     usual = dispatch.WithCapacity.of.__func__
 
-    def of(cls: type, expert_TY: jax.Array, experts: Any, group: int, peers: Any) -> Any:
-        return usual(cls, expert_TY, experts, len(expert_TY), peers)
+    def of(cls: type, expert_TY: jax.Array, experts: Any, group: int, *others: Any) -> Any:
+        return usual(cls, expert_TY, experts, len(expert_TY), *others)
 
     patch(dispatch.WithCapacity, 'of', classmethod(of))
 

@@ -124,13 +124,18 @@ def dropped(chosen: np.ndarray, experts: ExpertsConfig) -> np.ndarray:
     return is_dropped
 
 
-def test_capacity_drops_the_last_tokens_of_a_group() -> None:
+@pytest.mark.parametrize('has_padding', [False, True])
+def test_capacity_drops_the_last_tokens_of_a_group(has_padding: bool) -> None:
+    """Padding, which relevance leaves in images too, comes after the other tokens of its group."""
     random = np.random.default_rng(2)
     chosen = np.stack([random.permutation(X)[:2] for _ in range(24)])
+    real = (random.random(24) > 0.5 * has_padding).astype(np.float32)
+    order = np.lexsort((1 - real, np.arange(24) // 8))
     experts = config(capacity=0.6, capacity_group=8)
-    sent = jax.jit(lambda chosen: WithCapacity.of(chosen, experts, 8, ALONE).is_dropped_n)
-    expected = dropped(chosen, experts)
-    np.testing.assert_array_equal(np.asarray(sent(chosen)).reshape(-1, 2), expected)
+    is_dropped = jax.jit(lambda x, real: WithCapacity.of(x, experts, 8, ALONE, real).is_dropped_n)
+    found = is_dropped(chosen, real if has_padding else None)
+    expected = dropped(chosen[order], experts)
+    np.testing.assert_array_equal(np.asarray(found).reshape(-1, 2)[order], expected)
     assert 0 < expected.sum() < expected.size
 
 

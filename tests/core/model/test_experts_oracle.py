@@ -262,8 +262,8 @@ def test_a_capacity_that_is_counted_per_shard_drops_other_tokens(
 ) -> None:
     of, keys = WithCapacity.of, {'capacity': 1.0, 'capacity_group': 8}
 
-    def per_shard(chosen: jax.Array, experts: Any, group: int, peers: Any) -> WithCapacity:
-        return of(chosen, experts, len(chosen), peers)
+    def per_shard(chosen: jax.Array, experts: Any, group: int, *others: Any) -> WithCapacity:
+        return of(chosen, experts, len(chosen), *others)
 
     alone, _ = run(config_of(keys, {}), share_of('chosen'))
     monkeypatch.setattr(WithCapacity, 'of', per_shard if is_broken else of)
