@@ -54,6 +54,10 @@ class AdaptedMatmul:
         shape = x.shape[0], self.layout.num_shards(self.sharded), x.shape[1]
         return lax.broadcast_in_dim(x, shape, (0, 2), out_sharding=self.spec(dims))
 
+    def scaled(self, b: jax.Array, dtype: DTypeLike) -> jax.Array:
+        """Return B times the factor, which 16 bits could not represent, in `dtype`."""
+        return (self.scale * b).astype(dtype)
+
     def spec(self, dims: str) -> P:
         """Return the sharding of an array; Z in its dims is a dim of shards."""
         letter = self.sharded
@@ -78,12 +82,12 @@ class ColumnParallel(AdaptedMatmul):
         letters = f'bszq,q{self._out}->bs{self._out}'
         added = _einsum(letters, h_BSZQ, self._b_z(b, h_BSZQ.dtype), self.spec(self.dims.out))
         shape = *h_BSZQ.shape[:2], *b.shape[1:]
-        return self.scale * added.reshape(shape, out_sharding=self.layout(self.dims.out))
+        return added.reshape(shape, out_sharding=self.layout(self.dims.out))
 
     def hidden_gradient(self, dy: jax.Array, b: jax.Array) -> jax.Array:
         """Return dh_ZBSQ, the gradient of h."""
         letters, b_z = f'bs{self._out},q{self._out}->zbsq', self._b_z(b, dy.dtype)
-        return _einsum(letters, self._dy_z(dy), b_z, self.spec('ZBSQ'))
+        return _einsum(letters, self.shards(dy, self.dims.rows), b_z, self.spec('ZBSQ'))
 
     def inputs(self, dh_ZBSQ: jax.Array, a: jax.Array) -> jax.Array:
         """Return the adapter's addition to the gradient of x, before its sum over the shards."""
@@ -96,7 +100,8 @@ class ColumnParallel(AdaptedMatmul):
     def of_b(self, h_BSZQ: jax.Array, dy: jax.Array) -> jax.Array:
         """Return the gradient of B."""
         letters, spec = f'bszq,bs{self._out}->q{self._out}', self.spec(f'Q{self.dims.w[1:]}')
-        return _einsum(letters, h_BSZQ, self._dy_z(dy), spec, jnp.float32)
+        dy_z = self.shards(dy, self.dims.rows)
+        return self.scale * _einsum(letters, h_BSZQ, dy_z, spec, jnp.float32)
 
     @property
     def _out(self) -> str:
@@ -106,10 +111,7 @@ class ColumnParallel(AdaptedMatmul):
         return self.copies(a, 'DZQ').astype(dtype)
 
     def _b_z(self, b: jax.Array, dtype: DTypeLike) -> jax.Array:
-        return self.shards(b, f'Q{self.dims.w[1:]}').astype(dtype)
-
-    def _dy_z(self, dy: jax.Array) -> jax.Array:
-        return self.scale * self.shards(dy, self.dims.rows)
+        return self.shards(self.scaled(b, dtype), f'Q{self.dims.w[1:]}')
 
 
 class RowParallel(AdaptedMatmul):
@@ -123,12 +125,12 @@ class RowParallel(AdaptedMatmul):
     def outputs(self, h_ZBSQ: jax.Array, b: jax.Array) -> jax.Array:
         """Return the adapter's addition to the result, before its sum over the shards."""
         b_QZD = self._b_QZD(b, h_ZBSQ.dtype)
-        return self.scale * _einsum('zbsq,qzd->zbsd', h_ZBSQ, b_QZD, self.spec('ZBSD'))
+        return _einsum('zbsq,qzd->zbsd', h_ZBSQ, b_QZD, self.spec('ZBSD'))
 
     def hidden_gradient(self, dy_BSD: jax.Array, b: jax.Array) -> jax.Array:
         """Return dh_BSZQ, the gradient of h."""
         b_QZD = self._b_QZD(b, dy_BSD.dtype)
-        return self.scale * _einsum('bsd,qzd->bszq', dy_BSD, b_QZD, self.spec('BSZQ'))
+        return _einsum('bsd,qzd->bszq', dy_BSD, b_QZD, self.spec('BSZQ'))
 
     def inputs(self, dh_BSZQ: jax.Array, a: jax.Array) -> jax.Array:
         """Return the adapter's addition to the gradient of x."""
@@ -158,7 +160,7 @@ class RowParallel(AdaptedMatmul):
         return self.shards(a, f'{self.dims.w[:-1]}Q').astype(dtype)
 
     def _b_QZD(self, b: jax.Array, dtype: DTypeLike) -> jax.Array:
-        return self.copies(b, 'QZD').astype(dtype)
+        return self.copies(self.scaled(b, dtype), 'QZD')
 
 
 def _einsum(

@@ -19,6 +19,8 @@ from support import (
 from support import random_params as random_of
 
 from megajax.core.config import Config
+from megajax.core.model.adapter_matmuls import ColumnParallel, RowParallel
+from megajax.core.parallel.layout import Layout
 from megajax.core.train.feed import place_batch
 from megajax.core.train.gradients import make_gradients, make_loss_and_gradients
 from megajax.core.train.scaling import nothing_seen, remember, scales_of
@@ -215,3 +217,34 @@ def test_in_fp8_loss_and_gradients_are_those_of_one_device(
     exact_loss, exact = of_merged_weights('llama', config.model.num_layers)
     assert loss == pytest.approx(exact_loss, rel=1e-4)
     assert_close(found, exact, 0.25)
+
+
+@pytest.mark.parametrize(
+    ('kind', 'equation', 'dims'),
+    [
+        (ColumnParallel, 'BSD,DF->BSF', ('BSD', 'BSF', 'DQ', 'QF')),
+        (RowParallel, 'BSF,FD->BTD', ('BSF', 'BSD', 'FQ', 'QD')),
+    ],
+)
+def test_the_factor_is_not_rounded_to_16_bits(
+    kind: type[Any], equation: str, dims: tuple[str, ...]
+) -> None:
+    """Weights that are merged have the exact factor."""
+    config, random, scale = make_config('gpt'), np.random.default_rng(0), 4 / 3
+    sizes = {'B': 4, 'S': 64, 'D': 64, 'F': 64, 'Q': 16}
+    given = [random.normal(size=[sizes[dim] for dim in each]).astype(np.float32) for each in dims]
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def results(how: Any, dtype: str, x: Any, dy: Any, a: Any, b: Any) -> tuple[jax.Array, ...]:
+        x, dy = x.astype(dtype), dy.astype(dtype)
+        h, dh = how.hidden(x, a), how.hidden_gradient(dy, b)
+        return how.outputs(h, b), how.inputs(dh, a), how.of_a(x, dh), how.of_b(h, dy)
+
+    with on_mesh(config):
+        layout = Layout.of(config)
+        placed = [jax.device_put(x, layout(each)) for x, each in zip(given, dims, strict=True)]
+        exact = results(kind(equation, layout, 1.0), 'float32', *placed)
+        found = results(kind(equation, layout, scale), 'bfloat16', *placed)
+    for one, other in zip(found, map(np.asarray, exact), strict=True):
+        factor = (np.asarray(one, np.float32) * other).sum() / (other * other).sum()
+        assert factor == pytest.approx(scale, rel=5e-4)
