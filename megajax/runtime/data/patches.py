@@ -50,6 +50,11 @@ class PatchSize:
         return self.budget or self.max_units
 
     @property
+    def may_end_empty(self) -> bool:
+        """Whether the last tokens of an image may be empty, so that they see nothing."""
+        return self.budget > 0 and not self.marked
+
+    @property
     def _least_area(self) -> int:
         # Without a minimum, one unit: a side below half a unit would otherwise be rounded to 0.
         return (self.min_patches or self.merge_size**2) * self.patch_size**2

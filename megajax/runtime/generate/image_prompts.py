@@ -51,8 +51,8 @@ class PromptReader:
         """
         document = encode_prompt(text, images, self._shape, self._tokenizer)
         check_pictures(dataclasses.replace(document, place='prompt'), self._shape)
-        patches, last = self._shape.patches, int(document.tokens[-1])
-        if patches.budget and not patches.marked and last == self._shape.image_token:
+        last = int(document.tokens[-1])
+        if self._shape.patches.may_end_empty and last == self._shape.image_token:
             raise ConfigError(
                 f'the prompt ends with {images[-1]}, whose last tokens relevance may leave empty: '
                 'write text after <image>'

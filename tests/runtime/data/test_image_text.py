@@ -104,6 +104,18 @@ def test_of_a_text_everything_counts_but_the_pictures(folder: Path) -> None:
     assert list(document.grids) == [(4, 6), (2, 2)]
 
 
+@pytest.mark.parametrize('marked', [False, True])
+def test_no_token_counts_that_an_image_predicts_whose_end_relevance_may_leave_empty(
+    folder: Path, marked: bool
+) -> None:
+    """With cross-attention, no token of the sequence is empty."""
+    line = {'text': '<image>A cat.<image>', 'images': ['a.png', 'b.png']}
+    patches = dataclasses.replace(SHAPE.patches, budget=3, marked=marked)
+    (document,) = documents(write(folder, line), shape=make_shape(patches=patches))
+    _, answered = shown(document)
+    assert answered == ('A cat.<|endoftext|>' if marked else ' cat.')
+
+
 def test_of_messages_the_turns_of_the_assistant_count(folder: Path) -> None:
     line = {
         'messages': [

@@ -119,7 +119,8 @@ def _encode(
     """Return the tokens of a document, from start to end, and whether each counts in the loss.
 
     The end counts if the token before it does. With `is_begun`, the pieces already contain the
-    start of a document, as a chat template's output does.
+    start of a document, as a chat template's output does. A token directly after an image does not
+    count if the image's last token, which predicts it, may be empty.
     """
     ids, answered = tokenizer.encode_pieces(
         pieces, sizes=list(map(shape.patches.tokens, grids)), image_token=shape.image_token
@@ -129,4 +130,7 @@ def _encode(
         ids, answered = [*begin, *ids], [*[False] * len(begin), *answered]
     if ids[-1] != tokenizer.eod or len(ids) == len(begin):
         ids, answered = [*ids, tokenizer.eod], [*answered, pieces[-1].answered]
-    return np.array(ids, np.int32), np.array(answered, bool)
+    tokens, counts = np.array(ids, np.int32), np.array(answered, bool)
+    if shape.patches.may_end_empty:
+        counts[1:] &= tokens[:-1] != shape.image_token
+    return tokens, counts
