@@ -218,7 +218,7 @@ def test_a_run_that_would_change_them_is_told_to_merge_them_first(
 
 
 def test_a_step_changes_them_alone_and_keeps_moments_of_them_alone() -> None:
-    config = adapted(optim={'shard': 'optimizer'})
+    config = adapted(1, 1)
     with on_mesh(config):
         state = random_state(config)
         before = gather(state.params)

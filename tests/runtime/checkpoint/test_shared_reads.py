@@ -8,7 +8,7 @@ import jax
 import pytest
 from checkpoints import LAYOUTS, STAGED, equal, laid_out, make_state, staged, tiny
 from runs import in_two_processes
-from support import abstract_state, more, on_mesh
+from support import abstract_state, exhaustive, more, on_mesh
 
 from megajax.core.config import Config
 from megajax.runtime.checkpoint import shared_reads
@@ -23,10 +23,10 @@ MESHES = {
 }
 
 RESTORED = (
-    'data=4 x model=2',
     'data=6 replicas=2 x model=1, weights',
     'stages=2 virtual_stages=2 x data=1 x context=2 x model=2, optimizer',
 )
+GRID = 'data=2 x model_rows=2 model=2, optimizer'
 
 
 @pytest.fixture
@@ -55,7 +55,14 @@ def test_every_array_is_read_once_if_its_replicas_divide_a_dim(mesh: str) -> Non
 
 
 @pytest.mark.usefixtures('shared')
-@pytest.mark.parametrize('mesh', [*RESTORED, *map(more, sorted(MESHES.keys() - {*RESTORED}))])
+@pytest.mark.parametrize(
+    'mesh',
+    [
+        *RESTORED,
+        more(GRID),
+        *map(exhaustive, sorted(MESHES.keys() - {*RESTORED, GRID})),
+    ],
+)
 def test_what_the_replicas_read_together_is_the_state_in_its_places(
     mesh: str, tmp_path: Path
 ) -> None:

@@ -1,6 +1,7 @@
 """The perplexity of documents with pictures is the loss of training, on every mesh."""
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -55,8 +56,18 @@ def config(corpus: Path, data: int = 1, model: int = 1, **sections: Any) -> Conf
 
 def evaluate(config: Config, *files: Path) -> DocumentPerplexity:
     with on_mesh(config):
-        scorer = Scorer(config, random_params(config, std=0.1))
-        return document_perplexity(scorer, TOKENIZER, list(map(str, files)))
+        return document_perplexity(scorer_of(config), TOKENIZER, list(map(str, files)))
+
+
+def scorer_of(config: Config) -> Scorer:
+    """The same one for every corpus, which a scorer does not read."""
+    data = config.data.model_copy(update={'corpus': 'none'})
+    return _scorer(config.model_copy(update={'data': data}))
+
+
+@functools.cache
+def _scorer(config: Config) -> Scorer:
+    return Scorer(config, random_params(config, std=0.1))
 
 
 @pytest.mark.slow
@@ -121,7 +132,7 @@ def test_files_of_both_kinds_are_refused(corpus: Path) -> None:
     (corpus.parent / 'a.txt').write_text('text')
     of_corpus = config(corpus)
     with on_mesh(of_corpus):
-        scorer = Scorer(of_corpus, random_params(of_corpus, std=0.1))
+        scorer = scorer_of(of_corpus)
     text = str(corpus.parent / 'a.txt')
     assert are_documents(scorer, [str(corpus)])
     assert not are_documents(scorer, [text])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from chains import CHATML, END, START, TURNS, chain, chain_config, write_chain
 from PIL import Image
-from support import on_mesh, random_params
+from support import on_mesh
 from vlm import vlm
 
 from megajax.core.config import ConfigError
@@ -22,7 +22,7 @@ from megajax.runtime.data.image_text.documents import read_documents
 from megajax.runtime.data.image_text.load import open_chat
 from megajax.runtime.data.synthetic_corpus import NO_TOKEN, document_row_shape
 from megajax.runtime.data.text.tokenizer import byte_tokenizer
-from megajax.runtime.generate import Generator, Request, Sampling, prompt_of
+from megajax.runtime.generate import Continuation, Generator, Request, Sampling, prompt_of
 from megajax.runtime.generate.conversation import Conversation
 
 SAID = b'Yes!'
@@ -201,7 +201,10 @@ def test_what_begins_the_next_turn_ends_no_answer(tmp_path: Path) -> None:
     assert row.end == 'length'
 
 
-def test_images_are_where_training_has_them(tmp_path: Path) -> None:
+def test_images_are_where_training_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr('megajax.runtime.generate.generator.make_weights', lambda *_: None)
     for name, size in (('a', (8, 8)), ('b', (16, 8))):
         Image.new('RGB', size, 'red').save(tmp_path / f'{name}.png')
     tokenizer = byte_tokenizer(('<image>', *TURNS))
@@ -214,11 +217,13 @@ def test_images_are_where_training_has_them(tmp_path: Path) -> None:
     class Noting(Generator):
         def stream(self, *arguments: Any) -> Iterator[list[object]]:
             prompts.append((arguments[0][0], arguments[2] and arguments[2][0]))
-            return super().stream(*arguments)
+            row = Continuation([], tokenizer, limit=2)
+            row.add([*b'No'])
+            yield [row]
 
     request = Request(max_tokens=2, sampling=Sampling(temperature=0))
     with on_mesh(config), open_chat(tokenizer, 257, None) as chat:
-        generator = Noting(config, random_params(config, std=0.1), tokenizer)
+        generator = Noting(config, None, tokenizer)
         images = [tmp_path / 'a.png', tmp_path / 'b.png']
         conversation = Conversation(generator, chat, request, None, images)
         answers = [answer(conversation, text) for text in asked]

@@ -3,10 +3,12 @@
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
+from runtime.generate.test_generate import FakeEngine
 from support import exhaustive, on_mesh, random_params, random_state
 from vlm import vlm
 
@@ -74,17 +76,26 @@ def test_batches_of_a_shape_compile_one_function_that_reads_and_one_that_looks(
     assert (compiled.look._cache_size(), compiled.read._cache_size()) == (1, 1)
 
 
-def test_a_broken_picture_is_told_after_the_answers_of_the_batches_before(folder: Path) -> None:
+def test_a_broken_picture_is_told_after_the_answers_of_the_batches_before(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class BlindEngine(FakeEngine):
+        def read(self, *arguments: Any, **named: Any) -> Any:
+            return super().read(*arguments[:6], None, None, **named)
+
     class Broken(PromptReader):
         def read(self, document):
             if document.paths[0].stem == '2':
                 raise ConfigError('2.png breaks off')
             return super().read(document)
 
+    engine = BlindEngine()
+    monkeypatch.setattr('megajax.runtime.generate.generator.engine', lambda _: engine)
+    monkeypatch.setattr('megajax.runtime.generate.generator.make_weights', lambda *_: None)
     reader, answered = Broken(CONFIG, TOKENIZER), []
     documents = check_prompts(reader, '<image>', find_pictures(folder))
     with on_mesh(CONFIG):
-        generator = Generator(CONFIG, random_params(CONFIG, std=0.3), TOKENIZER)
+        generator = Generator(CONFIG, None, TOKENIZER)
         found = answer_all(generator, reader, documents, Request(max_tokens=2), batch_size=2)
         with pytest.raises(ConfigError, match='breaks off'):
             answered.extend(picture.name for picture, _ in found)

@@ -2,6 +2,7 @@
 trace.
 """
 
+import io
 import json
 import os
 import re
@@ -10,13 +11,15 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import pytest
 from support import write_run
 
+from megajax.analysis.report import write_at_end
 from megajax.core.config import load
 from megajax.runtime.run.run import run
 
@@ -24,7 +27,7 @@ CONFIG = """
 model: {num_layers: 1, hidden_size: 32, num_heads: 2, vocab_size: 300, max_seq_len: 32}
 mesh: {data: 2, model: 2}
 train: {steps: 12, batch_size: 4, seq_len: 32, dtype: float32, eval_every: 6, eval_batches: 2, \
-log_every: 4}
+log_every: 4, sample_prompts: ['def ']}
 checkpoint: {every: 5}
 optim: {schedule: constant}
 """
@@ -63,16 +66,41 @@ def summary(run: Path) -> dict[str, Any]:
     return json.loads((run / 'summary.json').read_text())
 
 
-def test_a_run_tells_of_each_step_once_and_where_its_seconds_went(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = load(
-        folder / 'small.yaml', [f'run.dir={folder}/run', 'train.profile={start: 7, steps: 2}']
-    )
-    began = time.perf_counter()
-    run(config, name='small')
-    passed = time.perf_counter() - began
-    lines, said = read_lines(folder / 'run'), capsys.readouterr().out
+class Finished(NamedTuple):
+    """A run that has ended: its directory, what it said, and how many seconds it took."""
+
+    folder: Path
+    said: str
+    seconds: float
+
+
+@pytest.fixture(scope='module')
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    folder, said = write_run(tmp_path_factory.mktemp('run'), CONFIG), io.StringIO()
+    keys = f'run.dir={folder}/run', 'train.profile={start: 7, steps: 2}'
+    config, began = load(folder / 'small.yaml', keys), time.perf_counter()
+    with redirect_stdout(said):
+        run(config, name='small', at_end=write_at_end)
+    return Finished(folder / 'run', said.getvalue(), time.perf_counter() - began)
+
+
+def test_a_run_says_what_it_does_and_leaves_what_it_says(finished: Finished) -> None:
+    for said in (
+        'data=2 x model=2',
+        'simulated',
+        'layers.mlp.down.weight',
+        'step 12/12',
+        'bits per byte',
+        "sample after 'def '",
+    ):
+        assert said in finished.said
+    assert (finished.folder / 'checkpoints/12').is_dir()
+    written = {path.name for path in finished.folder.iterdir()}
+    assert {'config.yaml', 'tokenizer.json', 'tensorboard', 'report.html'} <= written
+
+
+def test_a_run_tells_of_each_step_once_and_where_its_seconds_went(finished: Finished) -> None:
+    lines, said, passed = read_lines(finished.folder), finished.said, finished.seconds
 
     steps = [line for line in lines if 'loss' in line]
     evaluations = [line for line in lines if 'validation_loss' in line]
@@ -87,7 +115,7 @@ def test_a_run_tells_of_each_step_once_and_where_its_seconds_went(
     after_a_save = {6, 11}
     assert max(steps, key=lambda line: line['checkpoint_ms'])['step'] in after_a_save
 
-    seconds = summary(folder / 'run')['seconds']
+    seconds = summary(finished.folder)['seconds']
     # The last lines are printed and the lock is given back after the clock's last look.
     assert passed - 2 < sum(seconds.values()) - seconds['total'] <= passed + 0.01  # rounded to 1 ms
     productive = sum(line['step_ms'] - line['data_wait_ms'] for line in steps) / 1e3
@@ -111,7 +139,7 @@ def test_a_run_tells_of_each_step_once_and_where_its_seconds_went(
     assert told
     assert float(told[1]) == pytest.approx(seconds['total'], abs=0.06)  # the line has one decimal
 
-    (trace,) = (folder / 'run/profile').rglob('*.xplane.pb')
+    (trace,) = (finished.folder / 'profile').rglob('*.xplane.pb')
     events = (
         event
         for plane in jax.profiler.ProfileData.from_file(str(trace)).planes

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import exhaustive
 
 from megajax.core.config import Config, load
 from megajax.runtime.checkpoint.record import Record, make_record
@@ -72,7 +73,7 @@ def straight(*overrides: str) -> Iterator[bytes]:
     return (sample for step in range(len(batches)) for sample in samples_of(batches, step))
 
 
-@pytest.mark.parametrize('corpus', [A, BLEND], ids=['corpus', 'blend'])
+@pytest.mark.parametrize('corpus', [exhaustive(A), BLEND], ids=['corpus', 'blend'])
 @pytest.mark.parametrize('order', ['stateless', 'megatron'])
 @settings(max_examples=6, deadline=None)
 @given(
