@@ -4,10 +4,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
+from support import random_params
 
 from megajax.core.config import Config
 from megajax.core.train.guard import judge
-from megajax.core.train.step import TrainState
+from megajax.core.train.step import TrainState, init_state
 
 CONFIG = """
 model: {num_layers: 1, hidden_size: 16, num_heads: 2, vocab_size: 300, max_seq_len: 16}
@@ -39,3 +41,13 @@ def make_counting_step(config: Config, optimizer: Any = None) -> Any:
         return state._replace(step=state.step + 1, batches=state.batches + 1, guard=guard), metrics
 
     return jax.jit(step, donate_argnums=0)
+
+
+def count_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the runs of a test take this step, from parameters that are drawn without compiling."""
+
+    def first_state(config: Config, params: Any = None, *, optimizer: Any = None) -> TrainState:
+        return init_state(config, params or random_params(config, std=0.05), optimizer=optimizer)
+
+    monkeypatch.setattr('megajax.runtime.run.compile_step.make_train_step', make_counting_step)
+    monkeypatch.setattr('megajax.runtime.run.run.init_state', first_state)

@@ -641,6 +641,7 @@ def test_the_command_takes_several_files_and_standard_input(corpus: Path, tmp_pa
         '-',
         '--tokenizer=bytes',
         '--append-eod',
+        '--workers=1',
     ]
     subprocess.run(command, input=corpus.read_bytes(), cwd=ROOT, check=True, capture_output=True)
     assert tokens_and_index(tmp_path / 'piped') == tokens_and_index(tmp_path / 'out')

@@ -102,7 +102,7 @@ def test_however_long_lines_and_shares_are_each_line_is_read_once(
 
 
 @given(
-    words=st.lists(st.integers(0, 300), min_size=1, max_size=30),
+    words=st.lists(st.integers(0, 100), min_size=1, max_size=12),
     gap=st.sampled_from(['', ' ', '\n', '\r\n']),
     unit=st.integers(1, 400),
 )

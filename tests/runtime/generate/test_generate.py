@@ -20,6 +20,7 @@ from support import (
     exhaustive,
     graph_of,
     make_config,
+    megajax,
     on_mesh,
     random_params,
     random_state,
@@ -817,8 +818,7 @@ def test_a_wrong_command_is_refused(run: Path, settings: dict[str, object], mess
 
 @pytest.mark.parametrize('option', ['--prompt', '--stop'])
 def test_a_prompt_that_is_not_utf_8_is_refused_before_anything_is_opened(option: str) -> None:
-    command = [sys.executable, '-m', 'megajax', 'generate', 'nowhere', option, b'caf\xe9']
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = megajax('generate', 'nowhere', option, os.fsdecode(b'caf\xe9'))
     assert (done.returncode, done.stderr.count('\n')) == (2, 1), done.stderr
     assert f"error: {option}: 'caf\\udce9' is not UTF-8 at character 3" in done.stderr
 

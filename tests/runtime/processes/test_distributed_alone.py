@@ -11,7 +11,7 @@ import pytest
 from megajax.core.config import ConfigError
 from megajax.core.parallel import mesh
 from megajax.runtime.processes import distributed, peers
-from megajax.runtime.processes.distributed import NO_PROXIES, PROXIES, _avoid_proxies
+from megajax.runtime.processes.distributed import NO_PROXIES, PROXIES, _avoid_proxies, processes
 from megajax.runtime.processes.environment import Start
 from megajax.runtime.processes.peers import Peers
 
@@ -110,29 +110,12 @@ def test_jax_gets_the_gpus_of_the_process_unless_the_user_has_chosen(monkeypatch
     assert asked['local_device_ids'] == devices
 
 
-def test_a_process_that_uses_jax_already_is_refused_before_it_waits_for_the_others():
-    code = """
-import jax
-from megajax.runtime.processes.distributed import processes
-jax.devices()
-with processes():
-    pass
-"""
-    variables = {
-        'MEGAJAX_COORDINATOR': '127.0.0.1:9',
-        'MEGAJAX_PROCESSES': '2',
-        'MEGAJAX_PROCESS': '1',
-        'MEGAJAX_START_TIMEOUT': '1',
-    }
-    done = subprocess.run(
-        [sys.executable, '-c', code],
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert 'ConfigError: jax is already in use' in done.stderr
+def test_a_process_that_uses_jax_already_is_refused_before_it_waits_for_the_others(monkeypatch):
+    start = Start(index=1, count=2, host='127.0.0.1', port=9, bind=None, timeout=60)
+    monkeypatch.setattr(distributed, 'gather', lambda _: pytest.fail('it waits'))
+    jax.devices()
+    with pytest.raises(ConfigError, match='jax is already in use'), processes(start):
+        pass
 
 
 def test_hosts_whose_processes_are_numbered_in_turn_still_hold_whole_groups(monkeypatch):

@@ -27,9 +27,10 @@ def small(prompts: tuple[str, ...] = PROMPTS) -> Config:
 
 
 def test_each_step_is_there_once_and_lost_ones_are_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config, checks = small(), []
+    monkeypatch.setattr(module, 'TOKENS', 12)
+    config, checks = laid_out('one device', train={'sample_prompts': PROMPTS}), []
     with on_mesh(config):
         params = random_params(config, std=0.3)
         sampler = Sampler(config, byte_tokenizer(), tmp_path, 0, report=Report())

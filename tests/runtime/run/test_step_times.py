@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import pytest
-from counting import CONFIG, make_counting_step
+from counting import CONFIG, count_tokens, make_counting_step
 from support import write_run
 
 from megajax.analysis.profile.trace import read_trace
@@ -19,7 +19,7 @@ from megajax.core.train.step import TrainState
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
 from megajax.runtime.checkpoint.orbax_manager import Manager
 from megajax.runtime.data import Batches
-from megajax.runtime.run import compile_step, replay
+from megajax.runtime.run import replay
 from megajax.runtime.run.clock import Clock
 from megajax.runtime.run.replay import Replay
 from megajax.runtime.run.run import run
@@ -29,7 +29,7 @@ from megajax.runtime.run.watchdog import Watchdog
 
 def train(folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> dict[int, Any]:
     """Take the counting step; return the lines of its metrics by step."""
-    monkeypatch.setattr(compile_step, 'make_train_step', make_counting_step)
+    count_tokens(monkeypatch)
     write_run(folder, CONFIG, split='1,0,0')
     lines = run(load(folder / 'small.yaml', [f'run.dir={folder}/run', *overrides]), name='a')
     return {line['step']: line for line in lines.metrics}

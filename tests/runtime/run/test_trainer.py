@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoints import make_state
-from counting import CONFIG, make_counting_step
+from counting import CONFIG, count_tokens, make_counting_step
 from runs import steps
 from support import on_mesh, write_run
 
@@ -48,7 +48,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             return batch
 
         monkeypatch.setattr(Batches, 'rows', rows)
-        monkeypatch.setattr(compile_step, 'make_train_step', make_counting_step)
+        count_tokens(monkeypatch)
         run(
             load(folder / 'small.yaml', [f'run.dir={folder}/run', 'data.split=1,0,0']), name='small'
         )
@@ -239,7 +239,7 @@ def test_a_run_with_another_batch_size_records_the_samples_that_it_has_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level('INFO')
-    monkeypatch.setattr(compile_step, 'make_train_step', make_counting_step)
+    count_tokens(monkeypatch)
     folder = write_run(tmp_path, CONFIG, split='1,0,0')
     expected = 0
     for steps_of_run, batch_size in ((2, 2), (3, 4), (6, 1)):
@@ -264,7 +264,7 @@ def test_after_a_skipped_step_the_checkpoint_that_was_due_is_saved_evaluated_and
         return batch
 
     monkeypatch.setattr(Batches, 'rows', rows)
-    monkeypatch.setattr(compile_step, 'make_train_step', make_counting_step)
+    count_tokens(monkeypatch)
     folder = write_run(tmp_path, CONFIG, split='1,0,0')
     keys = ('data.split=9,1,0', 'train.nonfinite=skip', 'train.eval_every=2', 'train.steps=12')
     keep = ('checkpoint.every=2', 'checkpoint.keep=1', 'checkpoint.keep_every=4')
@@ -283,7 +283,7 @@ def test_a_sample_that_fails_loses_no_loss_and_is_not_repeated(
         raise MemoryError(f'of the sample after {step}')
 
     monkeypatch.setattr(Sampler, 'sample', sample)
-    monkeypatch.setattr(compile_step, 'make_train_step', make_counting_step)
+    count_tokens(monkeypatch)
     folder = write_run(tmp_path, CONFIG, split='1,0,0')
     keys = 'data.split=9,1,0', 'train.eval_every=4', 'train.sample_prompts=["a"]'
     config = load(folder / 'small.yaml', [f'run.dir={folder}/run', *keys])
@@ -307,7 +307,7 @@ def test_a_run_that_returns_to_its_import_keeps_the_loss_of_the_import(
         return batch
 
     monkeypatch.setattr(Batches, 'rows', rows)
-    monkeypatch.setattr(compile_step, 'make_train_step', make_counting_step)
+    count_tokens(monkeypatch)
     folder = write_run(tmp_path, CONFIG, split='1,0,0')
     keys = ('data.split=9,1,0', 'train.eval_every=4', 'checkpoint.every=4')
     config = load(folder / 'small.yaml', [f'run.dir={folder}/run', *keys])
