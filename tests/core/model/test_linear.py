@@ -3,11 +3,13 @@ shards.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.stages import Wrapped
 from support import exhaustive, make_config, on_mesh, relative_error, slow
 
 from megajax.core.counts.declaration import Parameter, Role
@@ -54,6 +56,14 @@ def test_a_column_and_a_row_parallel_layer_are_two_plain_ones_and_each_bias_is_a
     assert relative_error(y_BSD, (x @ up + up_bias) @ down + down_bias) < 1e-6
 
 
+def with_gradients(function: Callable[..., jax.Array]) -> Wrapped:
+    def both(x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[jax.Array, ...]:
+        y, pullback = jax.vjp(function, x, w)
+        return y, *pullback(dy)
+
+    return jax.jit(both)
+
+
 @pytest.mark.parametrize('dtype', [slow(jnp.float32), jnp.bfloat16])
 @pytest.mark.parametrize(
     ('equation', 'sequence_parallel', 'x_axes', 'w_axes', 'out_axes'),
@@ -75,21 +85,20 @@ def test_gradients_of_a_product_are_those_of_matmul(
     )
     x, dy = x.astype(dtype), dy.astype(dtype)
     exact = functools.partial(jnp.matmul, precision='highest')
-    y, gradients = jax.vjp(exact, x.astype('f4'), w.astype(dtype).astype('f4'))
+    expected = with_gradients(exact)(*(a.astype('f4') for a in (x, w.astype(dtype), dy)))
     config = make_config('gpt', 2, 4, sequence_parallel=sequence_parallel)
     layout = Layout.of(config)
     with on_mesh(config):
         put = jax.device_put
         multiply = functools.partial(product, equation, layout=layout, dtype=dtype)
-        y_parallel, pullback = jax.vjp(multiply, put(x, x_spec), put(w, w_spec))
-        dx, dw = pullback(put(dy, out_spec))
+        placed = put(x, x_spec), put(w, w_spec), put(dy, out_spec)
+        y_parallel, dx, dw = with_gradients(multiply)(*placed)
         assert (y_parallel.dtype, dx.dtype, dw.dtype) == (dtype, dtype, jnp.float32)
         assert [jax.typeof(a).sharding.spec for a in (y_parallel, dx, dw)] == [
             out_spec,
             x_spec,
             w_spec,
         ]
-    expected = y, *gradients(dy.astype('f4'))
     # The weight gradient is exact even for bf16 operands: products and sum are in fp32.
     limits = (1e-6, 1e-6, 1e-6) if dtype == jnp.float32 else (2**-8, 2**-8, 1e-6)
     for actual, reference, limit in zip((y_parallel, dx, dw), expected, limits, strict=True):

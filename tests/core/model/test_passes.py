@@ -1,12 +1,14 @@
 """Attention sinks, against a softmax in fp64 with one more column."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import P
+from jax.stages import Wrapped
 from support import make_config, on_mesh
 
 from megajax.core.model import flash
@@ -30,6 +32,16 @@ def with_a_column(q, k, v, sinks, window, documents):
     column = jnp.broadcast_to(sinks[None, :, None, None], (*score.shape[:3], 1))
     weight = jax.nn.softmax(jnp.concatenate([score, column], axis=-1), axis=-1)
     return jnp.einsum('rnsy,rynh->rsnh', weight[..., :-1], v)
+
+
+def with_gradients(function: Callable[..., jax.Array]) -> Wrapped:
+    """The output and the gradients, as a function of that of the output and of the inputs."""
+
+    def both(do: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
+        o, pullback = jax.vjp(function, *given)
+        return o, *pullback(do)
+
+    return jax.jit(both)
 
 
 @pytest.mark.parametrize(
@@ -59,13 +71,12 @@ def test_a_sink_is_one_more_column_of_the_softmax_and_so_are_its_gradients(
     documents = np.repeat(np.arange(3), [10, 8, 6]) if has_documents else None
     with jax.enable_x64(True):
         reference = functools.partial(with_a_column, window=window, documents=documents)
-        expected, pullback = jax.vjp(reference, q, k, v, sinks)
-        expected_gradients = pullback(do)
+        expected = with_gradients(reference)(do, q, k, v, sinks)
     config = make_config('llama', 2, 2)
     with on_mesh(config):
         layout = Layout.of(config)
         spec = P('data', None, 'model', None)
-        placed = [jax.device_put(x.astype(np.float32), spec) for x in (q, k, v, do)]
+        placed = [jax.device_put(x.astype(np.float32), spec) for x in (do, q, k, v)]
         sinks_N = jax.device_put(sinks.astype(np.float32), layout('N'))
         segment_RS = None
         if documents is not None:
@@ -78,11 +89,6 @@ def test_a_sink_is_one_more_column_of_the_softmax_and_so_are_its_gradients(
             settings = {'scale': SCALE, 'window': window, 'recompute': way == 'recomputed'}
             return attend(q, k, v, layout, segment_RS=segment_RS, sinks_N=sinks_N, **settings)
 
-        @jax.jit
-        def output_and_gradients(q, k, v, do, sinks_N):
-            o, pullback = jax.vjp(ours, q, k, v, sinks_N)
-            return o, *pullback(do)
-
-        actual = output_and_gradients(*placed, sinks_N)
-    for x, y in zip(actual, (expected, *expected_gradients), strict=True):
+        actual = with_gradients(ours)(*placed, sinks_N)
+    for x, y in zip(actual, expected, strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5 * max(1, np.abs(y).max()))

@@ -5,6 +5,7 @@ Errors are relative to the largest element: max |a - b| / max |b|, for each para
 """
 
 import functools
+import re
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from support import (
     assert_close,
     exhaustive,
@@ -21,6 +23,7 @@ from support import (
     make_config,
     on_mesh,
     pack,
+    random_params,
     relative_error,
     slow,
 )
@@ -29,10 +32,9 @@ from megajax.core.config import Config
 from megajax.core.model.attention import attend
 from megajax.core.model.dropout import dropout, sequence_keys
 from megajax.core.parallel.layout import Layout, batch_layout
-from megajax.core.parallel.mesh import concrete
 from megajax.core.train.feed import place_batch
 from megajax.core.train.gradients import make_loss_and_gradients
-from megajax.core.train.step import TrainState, init_state, make_train_step
+from megajax.core.train.step import init_state, make_train_step
 
 Place = tuple[int, int, bool]
 Places = Collection[Place]
@@ -95,18 +97,11 @@ def sizes(name: str) -> dict[str, Any]:
 
 
 @functools.cache
-def start(name: str) -> TrainState:
-    """The state before the first step, made on one device, in numpy."""
-    config = make_config(name, model=sizes(name))
+def initial(name: str) -> dict[str, np.ndarray]:
+    """The parameters before the first step, made on one device."""
+    config = make_config(name)
     with on_mesh(config):
-        return jax.tree.map(np.asarray, init_state(config))
-
-
-def start_on_mesh(name: str, config: Config) -> TrainState:
-    abstract = concrete(jax.eval_shape(lambda: init_state(config)))
-    return jax.tree.map(
-        lambda x, like: jax.device_put(x, like.sharding, may_alias=False), start(name), abstract
-    )
+        return gather(init_state(config).params)
 
 
 # Without sequence parallelism, which leaves parameters where they are
@@ -119,8 +114,20 @@ def test_initial_parameters_are_bit_identical(name, place):
     config = make_config(name, *place[:2])
     with on_mesh(config):
         actual = gather(init_state(config).params)
-    for parameter, expected in gather(start(name).params).items():
+    for parameter, expected in initial(name).items():
         np.testing.assert_array_equal(actual[parameter], expected, err_msg=parameter, strict=True)
+
+
+def start(config: Config) -> nnx.State:
+    """Random parameters, and gains near one: far smaller ones would make scores too equal for the
+    norms of queries and keys to move.
+    """
+
+    def near_one(path: Any, x: jax.Array) -> jax.Array:
+        is_gain = re.search(r'norm.*weight', jax.tree_util.keystr(path))
+        return jax.device_put(np.asarray(x) + 1, x.sharding) if is_gain else x
+
+    return jax.tree.map_with_path(near_one, random_params(config, std=0.05))
 
 
 class Training(NamedTuple):
@@ -144,7 +151,7 @@ def train(name: str, place: Place) -> Training:
     if name in ('llama', 'windows'):
         batches = [pack(batch, DOCUMENTS) for batch in batches]
     with on_mesh(config):
-        state, step, losses = start_on_mesh(name, config), make_train_step(config), []
+        state, step, losses = init_state(config, start(config)), make_train_step(config), []
         for batch in batches:
             state, metrics = step(state, place_batch(batch))
             losses.append(float(metrics['loss']))
@@ -169,7 +176,10 @@ def test_loss_gradients_and_parameters_after_five_steps_are_those_of_one_device(
     'name', ['windows', slow('llama'), slow('gpt'), exhaustive('olmo2'), exhaustive('bert')]
 )
 def test_five_steps_move_every_parameter_far_beyond_the_limit(name):
-    before, after = gather(start(name).params), train_on_one_device(name).params
+    config = make_config(name, model=sizes(name))
+    with on_mesh(config):
+        before = gather(start(config))
+    after = train_on_one_device(name).params
     for parameter, x in before.items():
         assert (
             np.abs(after[parameter] - x).max()
@@ -187,7 +197,7 @@ def bf16(place: Place) -> tuple[float, dict[str, np.ndarray]]:
     )
     with on_mesh(config):
         params, batch = (
-            start_on_mesh('gpt', config).params,
+            start(config),
             place_batch(pack(make_batch(config), DOCUMENTS)),
         )
         (loss, _), gradients = jax.jit(make_loss_and_gradients(config))(

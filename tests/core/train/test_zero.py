@@ -168,7 +168,7 @@ EXPERT = 'model.experts={count: 2, active: 1, ffn_size: 48}'
 @pytest.mark.parametrize(
     ('preset', 'keys', 'dim', 'is_rounded'),
     [
-        ('tiny', ['mesh.model=2'], '', False),
+        exhaustive('tiny', ['mesh.model=2'], '', False),
         ('tiny', ['mesh.model=2', 'optim.shard=weights'], '', False),
         ('tiny_vlm', ['mesh.model=1'], '', False),
         # Each data shard has an expert of its own; all other matrices are summed over both.

@@ -55,8 +55,7 @@ def assert_as_plain(setting: Setting) -> None:
         exhaustive(Setting('gpt', 2, 2, **SP, recompute='full')),
         exhaustive(Setting('llama', 2, 2, **SP, recompute='selective', microbatches=2, rows=16)),
         exhaustive(Setting('bert', 2, 2, **SP)),
-        # Norms of the inputs and of the outputs of sublayers, with gains of 1 + w.
-        Setting('both_norms', 1, 2, **SP, recompute='full'),
+        exhaustive(Setting('both_norms', 1, 2, **SP, recompute='full')),
         # Norms after the sublayers, and of all heads at once.
         exhaustive(Setting('olmo2', 2, 2, recompute='selective', rows=8)),
         exhaustive(Setting('llama', 1, 8, num_kv_heads=2, recompute='full')),
@@ -88,7 +87,10 @@ def test_halves_of_the_tokens_change_nothing(setting: Setting, unroll: bool) -> 
 @pytest.mark.parametrize(
     'setting',
     [
-        Setting('llama', 4, 1, rows=4),  # one part: only what is sent over `data` is in order
+        # Norms of the inputs and of the outputs of sublayers, with gains of 1 + w.
+        Setting('both_norms', 2, 2, **SP, recompute='full'),
+        # One part: only what is sent over `data` is in order.
+        exhaustive(Setting('llama', 4, 1, rows=4)),
         exhaustive(Setting('gpt', 2, 2, **SP, recompute='full')),
         exhaustive(Setting('llama', 3, 2, **SP, rows=24)),  # 3 divides no dim: padded at rest
         exhaustive(Setting('llama', 4, 2, replicas=2, microbatches=2, rows=32)),
