@@ -28,6 +28,14 @@ STRING = 'tag:yaml.org,2002:str'
 INTEGER, FLOAT = 'tag:yaml.org,2002:int', 'tag:yaml.org,2002:float'
 
 
+class Yaml(YAML):
+    """A YAML without plug-ins, for which ruamel looks through its folder in each instance."""
+
+    def official_plug_ins(self) -> Any:
+        """Return no plug-ins."""
+        return []
+
+
 class LimitError(MarkedYAMLError):
     """A document that may be YAML, but exceeds a limit for configs."""
 
@@ -160,7 +168,6 @@ def explain(error: YAMLError) -> str:
 
 
 def _yaml() -> Any:
-    # Without `plug_ins`, each one looks through its folder for files of plug-ins.
-    yaml: Any = YAML(typ='safe', pure=True, plug_ins=[])
+    yaml: Any = Yaml(typ='safe', pure=True)
     yaml.Composer, yaml.Constructor = _Composer, _Constructor
     return yaml

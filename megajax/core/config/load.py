@@ -11,13 +11,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import MappingNode, Node
 
 from megajax.base.errors import ConfigError, Problem
 from megajax.core.config import values
-from megajax.core.config.bounded_yaml import compose, construct, explain, read_text
+from megajax.core.config.bounded_yaml import Yaml, compose, construct, explain, read_text
 from megajax.core.config.keys import sources
 from megajax.core.config.overrides import (
     KEYS,
@@ -209,7 +208,7 @@ def dump(config: Config) -> str:
 
 def dump_sections(sections: Mapping[str, Any]) -> str:
     """Return the keys of sections as YAML."""
-    yaml: Any = YAML(typ='safe', pure=True)
+    yaml: Any = Yaml(typ='safe', pure=True)
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False
     stream = io.StringIO()
