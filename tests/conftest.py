@@ -1,5 +1,6 @@
 """Eight simulated CPU devices for every test, made before jax is first used."""
 
+import functools
 import gc
 import importlib.metadata
 import os
@@ -60,7 +61,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
+import typer.main  # noqa: E402
 
+# Typer builds all commands anew for each call, and the tests make hundreds.
+typer.main.get_command = functools.cache(typer.main.get_command)
 jax.config.update('jax_num_cpu_devices', 8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 # No property is about time, and a busy machine may be late.

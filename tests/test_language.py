@@ -12,6 +12,7 @@ import pytest
 import megajax
 
 PACKAGE = Path(megajax.__file__).parent
+ROOT = PACKAGE.parent
 # A docstring that begins so, without a main clause, continues the name above it.
 VERB = r'(?!.* (is|are|was|were|has|have|must|can|may|does|do) \S)'
 FRAGMENTS = re.compile(rf'(Of|Those|That of) |As (?!.*,)|Its {VERB}|That (?!is |are )|What {VERB}')
@@ -24,6 +25,7 @@ COMMAND = re.compile(
 FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 Rule = Callable[[str], Iterator[tuple[int, str]]]
+Place = tuple[str, int]  # its file and line
 
 
 # For one rule after another.
@@ -98,20 +100,21 @@ RULES = [fragments, missing_docstrings, long_functions, long_file, untyped_words
 
 
 @functools.cache
-def violations() -> dict[Rule, list[str]]:
-    """What each rule finds in the modules of the package."""
-    found: dict[Rule, list[str]] = {rule: [] for rule in RULES}
+def of_package() -> tuple[dict[Rule, list[str]], list[tuple[str, Place, str]]]:
+    """What each rule finds in the modules of the package, and the texts of these."""
+    violations: dict[Rule, list[str]] = {rule: [] for rule in RULES}
+    texts = []
     for path in sorted(PACKAGE.rglob('*.py')):
-        text = path.read_text()
+        text, place = path.read_text(), path.relative_to(ROOT).as_posix()
         for rule in RULES:
-            place = path.relative_to(PACKAGE.parent)
-            found[rule] += [f'{place}:{line}: {problem}' for line, problem in rule(text)]
-    return found
+            violations[rule] += [f'{place}:{line}: {problem}' for line, problem in rule(text)]
+        texts += [(area, (place, line), words) for area, line, words in texts_of_code(text)]
+    return violations, texts
 
 
 @pytest.mark.parametrize('rule', RULES)
 def test_every_module_of_the_package_keeps_the_rule(rule: Rule) -> None:
-    found = violations()[rule]
+    found = of_package()[0][rule]
     assert not found, f'{len(found)} violations:\n' + '\n'.join(found)
 
 
@@ -168,10 +171,8 @@ def test_the_lines_of_a_file_are_counted(num_lines: int, count: int) -> None:
     assert len([*long_file('pass\n' * num_lines)]) == count
 
 
-ROOT = PACKAGE.parent
 TABLE = Path(__file__).with_name('words.txt')
 AREAS = 'pages', 'messages', 'code'
-Place = tuple[str, int]  # its file and line
 STRING_OR_COMMENT = re.compile(
     r'''("""|\'\'\')(?:\\.|.)*?\1|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|\#[^\n]*''', re.S
 )
@@ -224,9 +225,7 @@ def texts() -> list[tuple[str, Place, str]]:
         for paragraph in re.split(r'(\n\s*\n)', prose(path.read_text())):
             found.append(('pages', (path.relative_to(ROOT).as_posix(), line), paragraph))
             line += paragraph.count('\n')
-    for path in sorted(PACKAGE.rglob('*.py')):
-        for area, line, text in texts_of_code(path.read_text()):
-            found.append((area, (path.relative_to(ROOT).as_posix(), line), text))
+    found += of_package()[1]
     return [(area, place, ' '.join(text.split())) for area, place, text in found]
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import pytest
 from jax.sharding import AbstractDevice
+from support import megajax
 from typer.testing import CliRunner
 
 from megajax.commands import doctor
@@ -84,9 +85,12 @@ def jax_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, 'has_compiler', lambda: False)
 
 
-def test_the_command_tells_what_there_is_and_exits_0(tmp_path: Path) -> None:
-    command = [sys.executable, '-m', 'megajax', 'doctor', '--dir', str(tmp_path)]
-    done = subprocess.run(command, env=CPU, capture_output=True, text=True, timeout=60, check=False)
+@pytest.mark.usefixtures('jax_said')
+def test_the_command_tells_what_there_is_and_exits_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv('XLA_FLAGS')
+    done = megajax('doctor', '--dir', tmp_path)
     assert (done.returncode, done.stderr) == (0, ''), done
     assert done.stdout.endswith('\n\nno problems found\n')
     facts = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if line)

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from support import by_name, graph_of, on_mesh
+from support import by_name, exhaustive, graph_of, on_mesh
 
 from megajax.core.config import Config, ConfigError
 from megajax.core.model.computation import Computation
@@ -26,7 +26,7 @@ from megajax.interop.huggingface.weights import from_huggingface
 
 BERT = Path(__file__).parent / 'bert'
 LIMIT = 2e-4  # of logits of size 1 to 10, in fp32
-MESHES = [(1, 1, False), (2, 2, False), (1, 4, True)]
+MESHES = [exhaustive((1, 1, False)), (2, 2, False), (1, 4, True)]
 
 
 def heads_on_mesh(

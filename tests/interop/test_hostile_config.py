@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from megajax.base.files import json_file
 from megajax.base.files.json_file import MAX_DEPTH, read_json
 from megajax.core.config import ConfigError, reload
 from megajax.interop.folder import settings
@@ -127,14 +128,18 @@ def test_an_import_is_refused_by_key_and_value(
         (f'{{"a": {"[" * 60}{"]" * 60}}}', f'more than {MAX_DEPTH} nested objects and lists'),
         (f'{{"a": {"9" * 5_000}}}', 'not JSON: Exceeds the limit'),
         ('x' * 50_000, 'not JSON: Expecting value'),
-        ('{"a": 1}' + ' ' * 100_000_000, 'more than 100,000,000 bytes'),
+        ('{"a": 1}' + ' ' * 1_000_000, 'more than 1,000,000 bytes'),
         ('[1]', 'not a JSON object'),
         ('null', 'not a JSON object'),
         ('', 'not JSON: '),
     ],
     ids=['lists', 'objects', '60 lists', 'digits', 'text', 'large', 'list', 'null', 'empty'],
 )
-def test_what_is_no_config_json_is_told_in_a_line(text: str, why: str, tmp_path: Path) -> None:
+def test_what_is_no_config_json_is_told_in_a_line(
+    text: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert json_file.MAX_BYTES == 100_000_000
+    monkeypatch.setattr(json_file, 'MAX_BYTES', 1_000_000)
     for name in ('config.json', 'preprocessor_config.json'):
         (tmp_path / name).write_text(text)
     for read in (read_config_json, lambda folder: read_preprocessor(folder, {'patch_size': 16})):

@@ -1,5 +1,6 @@
 """A file of random steps is continued, and its findings decide the exit code."""
 
+import functools
 import json
 import os
 import signal
@@ -59,19 +60,32 @@ def test_a_step_of_another_compiler_or_source_is_executed_again(tmp_path, monkey
     assert started == [[0]]
 
 
-IMPORTED = """
+# A process that compiles steps: the files that it imports, and its compiler.
+PROCESS = """
 import sys
 import megajax.analysis.fuzz.execute
 for name, module in [*sys.modules.items()]:
     if name.startswith('megajax.'):
         print(module.__file__)
+from megajax.analysis.fuzz.run import made_by
+print(made_by('h100')['compiler'])
 """
+PRECISION = 'JAX_DEFAULT_MATMUL_PRECISION=highest'
+
+
+@functools.cache
+def lines_of_process(variable: str) -> list[str]:
+    environment = os.environ | dict([variable.split('=')])
+    done = subprocess.run(
+        [sys.executable, '-c', PROCESS], env=environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout.splitlines()
 
 
 def test_the_source_of_a_step_has_all_that_its_process_imports():
     assert all((PACKAGE / part).exists() for part in run.SOURCE)
-    done = subprocess.run([sys.executable, '-c', IMPORTED], capture_output=True, text=True)
-    files = [Path(line).relative_to(PACKAGE) for line in done.stdout.splitlines()]
+    *lines, _ = lines_of_process(PRECISION)
+    files = [Path(line).relative_to(PACKAGE) for line in lines]
     assert Path('analysis/fuzz/execute.py') in files
     # These store, explain and render a case, or have the names of earlier versions.
     others = (
@@ -91,21 +105,12 @@ def test_another_flag_is_another_compiler_and_one_that_changes_no_program_is_not
     assert made_by('b200')['compiler'] != made_by('h100')['compiler']
 
 
-MADE_BY = "from megajax.analysis.fuzz.run import made_by; print(made_by('h100')['compiler'])"
-
-
-@pytest.mark.parametrize(
-    'variable', ['JAX_DEFAULT_MATMUL_PRECISION=highest', exhaustive('JAX_REMAT3=1')]
-)
+@pytest.mark.parametrize('variable', [PRECISION, exhaustive('JAX_REMAT3=1')])
 def test_another_option_of_jax_is_another_compiler(variable):
     """The processes that compile the steps take it from the environment."""
     assert 'options' not in answers.compiler('h100')
-    name, _, value = variable.partition('=')
-    environment = os.environ | {name: value}
-    done = subprocess.run(
-        [sys.executable, '-c', MADE_BY], env=environment, capture_output=True, text=True
-    )
-    assert done.stdout.strip() not in ('', made_by('h100')['compiler'])
+    *_, compiler = lines_of_process(variable)
+    assert compiler not in ('', made_by('h100')['compiler'])
 
 
 def test_a_compiler_that_was_installed_anew_is_no_other(tmp_path, monkeypatch):

@@ -1,7 +1,9 @@
 """What overlaps, beside the schedule of compiled steps."""
 
 import csv
+import functools
 from collections import defaultdict
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
@@ -20,6 +22,11 @@ from megajax.core.config.overlap_rules import resolved
 from megajax.core.hardware.records import hardware
 from megajax.core.hardware.targets import has_compiler
 
+
+def as_list(function: Callable[..., Iterable[Any]]) -> Callable[..., list[Any]]:
+    return functools.cache(lambda **options: [*function(**options)])
+
+
 STEP = (
     'mesh.data=1',
     'mesh.model=4',
@@ -32,6 +39,9 @@ STEP = (
 
 FITS = 50e9  # bytes of temporaries beside which an H100 holds the state of these models
 RESULTS = Path(__file__).parents[3] / 'benchmarks/results'
+script = load_script('plan_overlap')
+for name in ('steps', 'memory_steps'):  # which several tests here read
+    setattr(script, name, as_list(getattr(script, name)))
 
 
 def read(name: str) -> list[dict[str, str]]:
@@ -268,14 +278,13 @@ def test_over_data_only_what_layers_send_in_a_pass_is_hidden() -> None:
 def test_the_stored_table_is_that_of_the_newest_programs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    load_script('plan_overlap').main()
+    script.main()
     assert capsys.readouterr().out == max(RESULTS.glob('*_plan_overlap.md')).read_text()
 
 
 def test_what_overlaps_over_model_is_that_of_the_newest_programs_of_a_kind() -> None:
     """XLA overlaps a transfer in some programs and not in others; the plan has their mean."""
     by_kind = defaultdict[str, list[Any]](list)
-    script = load_script('plan_overlap')
     for step in [*script.steps(), *script.memory_steps(are_dense=True)]:
         by_kind[step.kind.replace('selective', 'none')].append(step)
     assert len(by_kind) == 4
@@ -289,6 +298,6 @@ def test_what_overlaps_over_model_is_that_of_the_newest_programs_of_a_kind() -> 
 
 
 def test_what_overlaps_over_model_is_near_with_stages_context_shards_and_images() -> None:
-    steps = [*load_script('plan_overlap').memory_steps(are_dense=False)]
+    steps = script.memory_steps(are_dense=False)
     assert len(steps) > 40
     assert fmean(step.error for step in steps) < 0.07

@@ -13,7 +13,7 @@ from megajax.analysis.plan.published.tables import TABLES, rows
 from megajax.core.hardware.records import hardware, hardware_names
 
 script = load_script('fit_gpus')
-rows_of = functools.cache(script.rows_of)
+rows_of = script.rows_of = functools.cache(script.rows_of)
 
 
 @functools.cache

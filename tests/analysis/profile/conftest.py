@@ -8,7 +8,7 @@ from support import write_run
 import megajax
 
 CONFIG = """
-model: {num_layers: 2, hidden_size: 32, num_heads: 2, vocab_size: 300, max_seq_len: 32}
+model: {num_layers: 1, hidden_size: 32, num_heads: 2, vocab_size: 300, max_seq_len: 32}
 mesh: {data: 2, model: 2, sequence_parallel: true}
 train: {steps: 3, batch_size: 4, seq_len: 32, dtype: float32, \
 profile: {start: 1, steps: 2}}

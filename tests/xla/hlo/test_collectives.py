@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from support import exhaustive
 
 from megajax.xla.hlo.collectives import Collective, collectives
 from megajax.xla.hlo.execution_counts import UnknownLoopError
@@ -137,7 +138,7 @@ def random_program(
     return run, expected
 
 
-@pytest.mark.parametrize('seed', range(16))
+@pytest.mark.parametrize('seed', [*range(8), *map(exhaustive, range(8, 16))])
 def test_of_random_nested_loops_every_run_of_every_collective_is_counted(seed, read):
     source = random.Random(seed)
     mesh = source.choice([*SIZES])
