@@ -66,7 +66,7 @@ def test_a_mistake_of_the_plan_costs_the_line_alone(monkeypatch):
 
 def test_a_search_that_takes_long_is_not_waited_for(monkeypatch):
     late = Event()
-    monkeypatch.setattr(mesh_advice, 'PATIENCE', 0.5)
+    monkeypatch.setattr(mesh_advice, 'PATIENCE', 0.1)
     monkeypatch.setattr(advice, 'search', lambda *_: late.wait(60))
     line = mesh_advice.mesh_advice(CONFIG, H100)
     late.set()

@@ -1,8 +1,5 @@
 """A plan of generation: bytes that are there, latency that grows with the shards, and limits."""
 
-import subprocess
-import sys
-
 import pytest
 from rich.console import Console
 from support import megajax as run_here
@@ -226,17 +223,7 @@ def test_by_default_prompt_and_tokens_are_as_long_as_the_model_supports(
 
 
 def test_the_command_shows_the_table() -> None:
-    command = [
-        sys.executable,
-        '-m',
-        'megajax',
-        'plan',
-        'gpt2_124m',
-        '--generate',
-        '--prompt',
-        '512',
-    ]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    shown = run_here('plan', 'gpt2_124m', '--generate', '--prompt', 512).stdout
     assert shown.startswith('256 tokens after a prompt of 512, 1 sequence at once, NVIDIA H100')
     assert 'not measured' in shown
 

@@ -19,6 +19,7 @@ def config(*overrides: str) -> Config:
         'train.microbatches=1',
         'train.recompute=none',
         'train.seq_len=2048',
+        'model.num_layers=31',  # a prime number, which has no pipelines: fewer layouts
     ]
     return megajax.load('llama3_8b', [*settings, *overrides])
 
@@ -41,7 +42,7 @@ def test_moments_of_matrices_take_a_byte_and_a_scale_for_each_256_elements() -> 
 def test_activations_on_the_host_leave_those_of_two_layers() -> None:
     asked, on_host = config(), Savings(activations_on_host=True)
     plain, left = memory(asked).activations, memory(asked, savings=on_host).activations
-    assert left == pytest.approx(plain * 2 / 32, abs=1)
+    assert left == pytest.approx(plain * 2 / 31, abs=1)
 
 
 def test_each_change_saves_memory_and_only_bf16_moments_are_supported() -> None:
@@ -53,8 +54,8 @@ def test_each_change_saves_memory_and_only_bf16_moments_are_supported() -> None:
     assert planned.seconds > bf16.seconds > in_8_bits.seconds
     assert planned.largest_microbatch < on_host.largest_microbatch
     assert [line.is_supported for line in found.values()] == [True, True, False, False]
-    # The activations of 30 of 32 layers, from each of four GPUs.
-    assert on_host.host_bytes == pytest.approx(4 * 30 / 32 * memory(config()).activations, rel=1e-6)
+    # The activations of 29 of 31 layers, from each of four GPUs.
+    assert on_host.host_bytes == pytest.approx(4 * 29 / 31 * memory(config()).activations, rel=1e-6)
 
 
 def test_a_link_to_the_host_that_is_fast_enough_hides_the_activations() -> None:
@@ -68,6 +69,6 @@ def test_a_link_to_the_host_that_is_fast_enough_hides_the_activations() -> None:
 
 
 def test_a_pipeline_with_muon_has_neither_change_of_other_software() -> None:
-    stages = ['mesh.stages=2', 'mesh.data=4', 'train.microbatches=2', 'optim.shard=optimizer']
-    found = variants(config(*stages, 'optim.kind=muon'))
+    stages = ['model.num_layers=2', 'mesh.stages=2', 'mesh.data=4', 'train.microbatches=2']
+    found = variants(config(*stages, 'optim.shard=optimizer', 'optim.kind=muon'))
     assert [*found] == ['as planned', 'optim.moments_dtype=bfloat16']

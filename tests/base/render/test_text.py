@@ -3,13 +3,13 @@
 import logging
 import os
 import pty
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import megajax
 
 from megajax.base.errors import reason
 from megajax.base.render.logs import log_to_terminal
@@ -54,11 +54,7 @@ def test_errors_and_their_reasons_are_visible() -> None:
 def test_a_key_forges_no_line_of_a_message(tmp_path: Path) -> None:
     file = tmp_path / 'run.yaml'
     file.write_text('"a\\nerror: b\\e[2J": 1\n')
-    done = subprocess.run(
-        [sys.executable, '-m', 'megajax', 'config', 'show', str(file)],
-        capture_output=True,
-        text=True,
-    )
+    done = megajax('config', 'show', file)
     assert done.returncode == 2
     assert rf'{file}:1: a\nerror: b\x1b[2J: unknown key' in done.stderr
     assert '\nerror: b' not in done.stderr
