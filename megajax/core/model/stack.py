@@ -46,10 +46,10 @@ def run_layers(
     `after_groups`, the layers are divided into equal groups, and its function runs after each
     group.
     """
-
-    def run(x: Carry, each: Any) -> Carry:
-        return _in_periods(layer_fn, x, each, recompute=recompute, unroll=unroll)
-
+    model = layers.attention.config
+    are_alike = len(model.pattern) == 1 and not model.first_dense
+    apply = _in_turn if are_alike else _in_periods
+    run = partial(apply, layer_fn, recompute=recompute, unroll=unroll)
     each = layers, weights, first + jnp.arange(count_layers(layers))
     if after_groups is None:
         return run(x, each)
@@ -70,8 +70,6 @@ def _in_periods(layer_fn: LayerFn, x: Carry, each: Any, *, recompute: str, unrol
     """
     model, count = each[0].attention.config, count_layers(each)
     first, period = model.first_dense, len(model.pattern)
-    if period == 1 and not first:
-        return _in_turn(layer_fn, x, each, 0, recompute=recompute, unroll=unroll)
 
     def of_layer(block: Block, given: Any, x: Carry) -> Carry:
         return layer_fn(block, given[0], x, given[1])
@@ -92,7 +90,7 @@ def _in_periods(layer_fn: LayerFn, x: Carry, each: Any, *, recompute: str, unrol
         x = run(*before, x, 0)
         if period == 1:
             alike = inside[0], *inside[1]
-            return _in_turn(layer_fn, x, alike, first, recompute=recompute, unroll=unroll)
+            return _in_turn(layer_fn, x, alike, start=first, recompute=recompute, unroll=unroll)
         if count - first >= period:
             x, _ = lax.scan(lambda x, each: (run(*each, x, first), None), x, inside, unroll=unroll)
         return run(*after, x, first)
@@ -114,7 +112,7 @@ def _divide(model: ModelConfig, count: int, layers: Any) -> tuple[Any, Any, Any]
 
 
 def _in_turn(
-    layer_fn: LayerFn, x: Carry, each: Any, start: int, *, recompute: str, unroll: bool
+    layer_fn: LayerFn, x: Carry, each: Any, *, start: int = 0, recompute: str, unroll: bool
 ) -> Carry:
     """Apply stacked layers of one kind; the first of them is layer `start`."""
     if recompute == 'full':
