@@ -190,12 +190,12 @@ def run_layer(
         exchange=computation.exchange,
     )
     x_BTD, _ = block(x_BTD, core, own)
-    return add_deep(x_BTD, own.deep_BTAD, index)
+    return x_BTD if own.deep_BTAD is None else add_deep(x_BTD, own.deep_BTAD, index)
 
 
-def add_deep(x_BTD: jax.Array, deep_BTAD: jax.Array | None, index: jax.Array | int) -> jax.Array:
+def add_deep(x_BTD: jax.Array, deep_BTAD: jax.Array, index: jax.Array | int) -> jax.Array:
     """Add DeepStack's vectors for the layer with this index; later layers have none."""
-    if deep_BTAD is None or not (taps := deep_BTAD.shape[2]):
+    if not (taps := deep_BTAD.shape[2]):
         return x_BTD
 
     def add(x_BTD: jax.Array, deep_BTAD: jax.Array) -> jax.Array:

@@ -47,7 +47,9 @@ def make_eval_step(config: Config) -> Wrapped:
             (_, nll), order_nll = objective.parts(params, weights, shard)
             return nll, order_nll
 
-        weighted = for_shards(_with_weights(batch), config, layout)
+        weighted = _with_weights(batch)
+        if layout.mesh_axes('S'):
+            weighted = for_shards(weighted, config, layout)
         rows = len(batch['tokens']) // layout.num_shards('B')
         count = math.gcd(rows, config.train.microbatches)
         microbatches = jax.tree.map(lambda x: split(x, count, layout), weighted)

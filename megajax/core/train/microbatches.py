@@ -47,7 +47,8 @@ def with_weights(batch: Batch, config: Config, layout: Layout) -> Batch:
     if config.model.has_dropout or config.relevance is not None:
         added['rows'] = jnp.arange(mask_BS.shape[0], out_sharding=layout('B'))
     rest = {name: x for name, x in batch.items() if name != 'loss_mask'}
-    return for_shards({**rest, **added}, config, layout)
+    batch = {**rest, **added}
+    return for_shards(batch, config, layout) if layout.mesh_axes('S') else batch
 
 
 def check_arrays(batch: Batch, config: Config) -> None:
@@ -89,7 +90,7 @@ def _warn_of_parts(rows: int, config: Config) -> None:
 
 
 def for_shards(batch: Batch, config: Config, layout: Layout) -> Batch:
-    """Return a batch with the arrays that context shards need, if there are several shards.
+    """Return a batch with the arrays that context shards need.
 
     They get the position of each token, unless the batch has positions. With documents, they get
     the position of the first token of each token's document, which identifies the document, or the
@@ -97,8 +98,6 @@ def for_shards(batch: Batch, config: Config, layout: Layout) -> Batch:
     sequence get one for each shard. The first shard has the first token, so the weights of
     sequences are zero on all others.
     """
-    if not layout.mesh_axes('S'):
-        return batch
     rows, shards = len(batch['tokens']), layout.num_shards('S')
     added = {}
     if 'segment_ids' in batch:
@@ -159,13 +158,11 @@ def rows_of(shard: Batch, key: jax.Array | None = None) -> Rows:
     )
 
 
-def images_of(shard: Batch, key: jax.Array | None = None) -> Images | None:
-    """Return the images of a shard's sequences, if the batch has any.
+def images_of(shard: Batch, key: jax.Array | None = None) -> Images:
+    """Return the images of a shard's sequences.
 
     `key` is for dropout; the noise of relevance is derived from it, too.
     """
-    if 'pixels' not in shard:
-        return None
     index_BS, keys = shard['image_index'], rows_of(shard, key).key_B
     is_question_BS = question(shard['weights'], index_BS)
     return Images(shard['pixels'], shard['image_grid'], index_BS, is_question_BS, keys)

@@ -63,7 +63,7 @@ class Objective:
     ) -> tuple[Sums, jax.Array | None]:
         """Compute the sums of tokens, and the loss of sentence-order prediction, if any."""
         model, used = self.model(params, weights)
-        images = images_of(shard, key)
+        images = images_of(shard, key) if 'pixels' in shard else None
         x_BTD, head_Vd = model.hidden(
             shard['tokens'], self.computation, rows_of(shard, key), images=images, weights=used
         )

@@ -133,7 +133,10 @@ class StepWeights(NamedTuple):
             given = weights, primals, load, loss_scale, config, layout
             weights, primals = routing.attached(*given)
         weights, primals = copy_to_shards(weights, layout), copy_to_shards(primals, layout)
-        return cls(weights, of_own_experts(primals, shard, layout), narrow)
+        # With pipeline stages, each data shard already has only its own experts.
+        if layout.mesh_axes('X') and not layout.mesh_axes('L'):
+            primals = of_own_experts(primals, shard, layout)
+        return cls(weights, primals, narrow)
 
 
 def of_own_experts(primals: Any, shard: str, layout: Layout) -> Any:
@@ -141,7 +144,7 @@ def of_own_experts(primals: Any, shard: str, layout: Layout) -> Any:
 
     The shards along `expert` have different experts, and each one computes the gradients of its own
     experts from the tokens of all these shards. With ZeRO-2 and ZeRO-3, these slots are made where
-    they are used instead. With pipeline stages, each data shard already has only its own experts.
+    they are used instead.
     """
 
     def own(declared: Parameter, x: jax.Array) -> jax.Array:
@@ -150,8 +153,7 @@ def of_own_experts(primals: Any, shard: str, layout: Layout) -> Any:
         shape, spec = layout.of_own_experts(x.shape, copied_dims(declared, layout))
         return jnp.zeros(shape, jnp.float32, out_sharding=spec)
 
-    is_needed = layout.mesh_axes('X') and not layout.mesh_axes('L')
-    return map_parameters(own, primals) if is_needed else primals
+    return map_parameters(own, primals)
 
 
 def mapped_axes(primals: Any, shard: str) -> Any:

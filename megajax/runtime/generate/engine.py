@@ -218,7 +218,8 @@ class Engine:
         for index, (layer, core) in enumerate(zip(weights.layers, cores, strict=True)):
             block = nnx.merge(self._graphs.blocks[index], layer)
             x_BSD, own = block(x_BSD, core, rows)
-            x_BSD = add_deep(x_BSD, rows.deep_BTAD, index)
+            if rows.deep_BTAD is not None:
+                x_BSD = add_deep(x_BSD, rows.deep_BTAD, index)
             x_BSD = self._attend_to_images(weights, x_BSD, index, seen)
             kept.append(own)
         return x_BSD, tuple(kept)
