@@ -8,7 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import (
     AbstractContextManager,
     chdir,
@@ -366,6 +366,16 @@ def in_layer_order(arrays: Mapping[str, np.ndarray], config: Config) -> dict[str
         name: x[np.argsort(layout.layer_order(len(x)))] if name.startswith('layers.') else x
         for name, x in arrays.items()
     }
+
+
+def with_gradients(function: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array, ...]]:
+    """The output and the gradients, as a function of the output's gradient and the inputs."""
+
+    def both(do: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
+        o, pullback = jax.vjp(function, *given)
+        return o, *pullback(do)
+
+    return jax.jit(both)
 
 
 def relative_error(actual: Any, expected: Any) -> float:

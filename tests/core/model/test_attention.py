@@ -1,7 +1,6 @@
 """Attention, against jax's own, and with fewer key/value heads than shards."""
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from support import (
     on_mesh,
     relative_error,
     slow,
+    with_gradients,
 )
 
 from megajax.core.counts.windows import keys_read
@@ -26,14 +26,14 @@ from megajax.core.parallel.layout import Layout
 DOCUMENTS = [10, 8, 6]  # lengths in a row
 
 
-def value_and_pullback(
-    function: Callable[..., jax.Array],
-) -> Callable[..., tuple[jax.Array, tuple[jax.Array, ...]]]:
-    def both(*arguments: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        value, pullback = jax.vjp(function, *arguments[:-1])
-        return value, pullback(arguments[-1])
-
-    return both
+def drawn(*heads: int) -> list[np.ndarray]:
+    """Queries, what they get a gradient of, keys and values, of random numbers."""
+    random = np.random.default_rng(0)
+    scales = 3, 3, 1, 1
+    return [
+        scale * random.normal(size=(2, 24, count, 16)).astype(np.float32)
+        for scale, count in zip(scales, heads, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -51,26 +51,22 @@ def value_and_pullback(
     ],
 )
 def test_attend_is_dot_product_attention_and_so_are_its_gradients(kv_heads, recompute, causal):
-    keys = jax.random.split(jax.random.key(0), 4)
-    q_BSNH, do_BSNH = (3 * jax.random.normal(key, (2, 24, 8, 16)) for key in keys[:2])
-    k_BSKH, v_BSKH = (jax.random.normal(key, (2, 24, kv_heads, 16)) for key in keys[2:])
+    q_BSNH, do_BSNH, k_BSKH, v_BSKH = drawn(8, 8, kv_heads, kv_heads)
 
     plain = functools.partial(jax.nn.dot_product_attention, is_causal=causal, implementation='xla')
-    expected, expected_gradients = jax.jit(value_and_pullback(plain))(
-        q_BSNH, k_BSKH, v_BSKH, do_BSNH
-    )
+    expected = with_gradients(plain)(do_BSNH, q_BSNH, k_BSKH, v_BSKH)
     config = make_config('gpt', 2, min(kv_heads, 4))
     with on_mesh(config):
         placed = [
             jax.device_put(x, jax.P('data', None, 'model', None))
-            for x in (q_BSNH, k_BSKH, v_BSKH, do_BSNH)
+            for x in (do_BSNH, q_BSNH, k_BSKH, v_BSKH)
         ]
         layout = Layout.of(config)
         ours = functools.partial(
             attend, layout=layout, scale=0.25, recompute=recompute, causal=causal
         )
-        actual, gradients = jax.jit(value_and_pullback(ours))(*placed)
-    for x, reference in zip((actual, *gradients), (expected, *expected_gradients), strict=True):
+        actual = with_gradients(ours)(*placed)
+    for x, reference in zip(actual, expected, strict=True):
         assert relative_error(x, reference) < 1e-5
 
 
@@ -79,9 +75,7 @@ def test_attend_is_dot_product_attention_and_so_are_its_gradients(kv_heads, reco
     [(1, DOCUMENTS), (3, None), (4, DOCUMENTS), (12, None), (24, DOCUMENTS), (50, None)],
 )
 def test_a_window_is_a_token_and_those_before_it_and_so_are_its_gradients(window, documents):
-    keys = jax.random.split(jax.random.key(0), 4)
-    q_BSNH, do_BSNH = (3 * jax.random.normal(key, (2, 24, 8, 16)) for key in keys[:2])
-    k_BSKH, v_BSKH = (jax.random.normal(key, (2, 24, 4, 16)) for key in keys[2:])
+    q_BSNH, do_BSNH, k_BSKH, v_BSKH = drawn(8, 8, 4, 4)
     behind = np.arange(24)[:, None] - np.arange(24)
     mask, segment_BS = (behind >= 0) & (behind < window), None
     if documents:
@@ -90,21 +84,19 @@ def test_a_window_is_a_token_and_those_before_it_and_so_are_its_gradients(window
         segment_BS = jnp.tile(number, (2, 1))
 
     plain = functools.partial(jax.nn.dot_product_attention, mask=mask[None, None], scale=0.3)
-    expected, expected_gradients = jax.jit(value_and_pullback(plain))(
-        q_BSNH, k_BSKH, v_BSKH, do_BSNH
-    )
+    expected = with_gradients(plain)(do_BSNH, q_BSNH, k_BSKH, v_BSKH)
     config = make_config('gpt', 2, 2)
     with on_mesh(config):
         placed = [
             jax.device_put(x, jax.P('data', None, 'model', None))
-            for x in (q_BSNH, k_BSKH, v_BSKH, do_BSNH)
+            for x in (do_BSNH, q_BSNH, k_BSKH, v_BSKH)
         ]
         segment_RS = None if segment_BS is None else jax.device_put(segment_BS, jax.P('data'))
         ours = functools.partial(
             attend, layout=Layout.of(config), scale=0.3, segment_RS=segment_RS, window=window
         )
-        actual, gradients = jax.jit(value_and_pullback(ours))(*placed)
-    for x, reference in zip((actual, *gradients), (expected, *expected_gradients), strict=True):
+        actual = with_gradients(ours)(*placed)
+    for x, reference in zip(actual, expected, strict=True):
         assert relative_error(x, reference) < 1e-5
 
 
@@ -140,16 +132,12 @@ def attention(kv_heads: int, shards: int) -> tuple[np.ndarray, dict[str, np.ndar
         layer = Attention(config.model, parameters, key=jax.random.key(0))
         graph, params = nnx.split(layer)
         x_BSD, weight_BSD = (
-            jax.device_put(jax.random.normal(jax.random.key(seed), (2, 32, 64)), layout('BSD'))
+            jax.device_put(np.float32(np.random.default_rng(seed).normal(size=(2, 32, 64))), layout('BSD'))
             for seed in (1, 2)
         )
-        bias = (
-            jnp.arange(params['qkv']['bias'][...].size, dtype=jnp.float32).reshape(
-                params['qkv']['bias'].shape
-            )
-            / 1000
-        )
-        params['qkv']['bias'][...] = jax.device_put(bias, params['qkv']['bias'].sharding)
+        bias = params['qkv']['bias']
+        numbers = np.arange(bias[...].size, dtype=np.float32).reshape(bias.shape) / 1000
+        bias.set_value(jax.device_put(numbers, bias.get_value().sharding))
 
         def output(params: nnx.State) -> tuple[jax.Array, jax.Array]:
             core = attention_core(config.model, layout)

@@ -1,15 +1,13 @@
 """Attention sinks, against a softmax in fp64 with one more column."""
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import P
-from jax.stages import Wrapped
-from support import make_config, on_mesh
+from support import make_config, on_mesh, with_gradients
 
 from megajax.core.model import flash
 from megajax.core.model.attention import attend
@@ -32,16 +30,6 @@ def with_a_column(q, k, v, sinks, window, documents):
     column = jnp.broadcast_to(sinks[None, :, None, None], (*score.shape[:3], 1))
     weight = jax.nn.softmax(jnp.concatenate([score, column], axis=-1), axis=-1)
     return jnp.einsum('rnsy,rynh->rsnh', weight[..., :-1], v)
-
-
-def with_gradients(function: Callable[..., jax.Array]) -> Wrapped:
-    """The output and the gradients, as a function of that of the output and of the inputs."""
-
-    def both(do: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
-        o, pullback = jax.vjp(function, *given)
-        return o, *pullback(do)
-
-    return jax.jit(both)
 
 
 @pytest.mark.parametrize(

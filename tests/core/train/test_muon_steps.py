@@ -96,14 +96,19 @@ def trained_by_optax(setting: Setting) -> list[Arrays]:
         gradients_of = jax.jit(make_gradients(config))
         params, load = random_params(config, std=0.05), init_load(config)
         arrays, optimizer = gather(params), optimizer_of_optax(config)
-        matrices, update = split(arrays, config), jax.jit(optimizer.update)
-        state = optimizer.init(matrices)
+        matrices = split(arrays, config)
+        state = jax.jit(optimizer.init)(matrices)
+
+        @jax.jit
+        def update(gradients: Any, state: Any, matrices: Any) -> Any:
+            updates, state = optimizer.update(gradients, state, matrices)
+            return optax.apply_updates(matrices, updates), state
+
         for seed in range(STEPS):
             _, gradients, (_, routed) = gradients_of(
                 params, batch_of(setting, seed), jax.random.key(0), None, None, load
             )
-            updates, state = update(split(gather(gradients), config), state, matrices)
-            matrices = optax.apply_updates(matrices, updates)
+            matrices, state = update(split(gather(gradients), config), state, matrices)
             arrays = joined(matrices, config, arrays)
             params = replaced(params, arrays)
             if load is not None:  # the balance loss uses the load of the step before

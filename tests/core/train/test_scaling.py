@@ -127,12 +127,13 @@ def test_a_scale_is_of_the_highest_exponent_of_recent_steps() -> None:
     config = ONE.config
     shape = 2, len(linears(config.model)), 3
     places = np.full(shape, -fp8.FIRST_EXPONENT)  # largest numbers in [1, 2)
-    recent = remember(nothing_seen(config), jnp.asarray(places + 5))
+    remembered = jax.jit(remember)
+    recent = remembered(nothing_seen(config), places + 5)
     for _ in range(WINDOW - 1):
-        recent = remember(recent, jnp.asarray(places))
+        recent = remembered(recent, places)
     tops = [form.top for form in fp8.FORMATS]
     np.testing.assert_array_equal(np.log2(scales_of(recent))[0, 0], np.array(tops) - 5)
-    recent = remember(recent, jnp.asarray(places))
+    recent = remembered(recent, places)
     np.testing.assert_array_equal(np.log2(scales_of(recent))[0, 0], tops)
 
 
