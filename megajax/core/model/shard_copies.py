@@ -34,38 +34,21 @@ def along_last(vector: jax.Array, x: jax.Array, dims: str, layout: Layout) -> ja
     return jnp.expand_dims(spread, tuple(range(x.ndim - 2)))
 
 
-def copy_to_shards(params: Any, layout: Layout) -> Any:
+def copy_to_shards(params: Any, layout: Layout, *, encoder_only: bool = False) -> Any:
     """Give each shard its own copy of the parameters that are applied along a sharded dim.
 
     The copies are a new dim before the last one, or for the vision encoder before the first one;
-    other parameters are unchanged.
+    other parameters are unchanged. With `encoder_only`, those of the decoder are unchanged too.
     """
 
     def copy(declared: Parameter, x: jax.Array) -> jax.Array:
-        dims = copied_dims(declared, layout)
-        if declared.owner == 'encoder' or dims == declared.dims:
+        dims, is_of_encoder = copied_dims(declared, layout), declared.owner == 'encoder'
+        if dims == declared.dims or (encoder_only and not is_of_encoder):
             return x
-        shape = (*x.shape[:-1], layout.num_shards(declared.summed), x.shape[-1])
-        kept = (*range(x.ndim - 1), x.ndim)
+        at = 0 if is_of_encoder else x.ndim - 1
+        shape = *x.shape[:at], layout.num_shards(declared.summed), *x.shape[at:]
+        kept = *range(at), *range(at + 1, x.ndim + 1)
         return lax.broadcast_in_dim(x, shape, kept, out_sharding=layout(dims))
-
-    return copy_encoder(map_parameters(copy, params), layout)
-
-
-def copy_encoder(params: Any, layout: Layout) -> Any:
-    """Give each shard of the images its own copy of the vision encoder's parameters.
-
-    The copies are a new dim before the first.
-    """
-
-    def copy(declared: Parameter, x: jax.Array) -> jax.Array:
-        if declared.owner == 'decoder':
-            return x
-        dims = copied_dims(declared, layout)
-        shape = layout.num_shards(declared.summed), *x.shape
-        return lax.broadcast_in_dim(
-            x, shape, tuple(range(1, x.ndim + 1)), out_sharding=layout(dims)
-        )
 
     return map_parameters(copy, params)
 

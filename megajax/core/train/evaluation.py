@@ -10,7 +10,7 @@ from jax.stages import Wrapped
 
 from megajax.core.config import Config
 from megajax.core.config.overlap_rules import without_order
-from megajax.core.model.shard_copies import copy_encoder
+from megajax.core.model.shard_copies import copy_to_shards
 from megajax.core.parallel.layout import Layout
 from megajax.core.parallel.mesh import check_current_mesh
 from megajax.core.parallel.pipeline_ops import over_shards
@@ -40,7 +40,8 @@ def make_eval_step(config: Config) -> Wrapped:
 
     def eval_step(params: nnx.State, batch: Batch) -> Metrics:
         batch = batch | {'loss_mask': batch['loss_mask'].astype(jnp.float32)}
-        params = copy_encoder(gather_once(params, config, layout), layout)
+        gathered = gather_once(params, config, layout)
+        params = copy_to_shards(gathered, layout, encoder_only=True)
         weights = params if config.optim.shard == 'weights' else None
 
         def of_shard(shard: Batch) -> tuple[jax.Array, jax.Array | None]:

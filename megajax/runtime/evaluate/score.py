@@ -23,7 +23,7 @@ from megajax.core.model.loss import Loss
 from megajax.core.model.parameters import cast_matrices
 from megajax.core.model.platform import is_on_cpu
 from megajax.core.model.rows import Rows
-from megajax.core.model.shard_copies import copy_encoder
+from megajax.core.model.shard_copies import copy_to_shards
 from megajax.core.model.transformer import LanguageModel, model_graph
 from megajax.core.parallel.layout import Layout
 from megajax.runtime.generate.image_prompts import PromptImages, pad, stack
@@ -162,7 +162,7 @@ def _make_score(config: Config, target: str) -> jax.stages.Wrapped:
         else:
             assert position_BS is not None
             assert count_BS is not None
-            model = nnx.merge(graph, copy_encoder(params, layout))
+            model = nnx.merge(graph, copy_to_shards(params, layout, encoder_only=True))
             x_BSD = hidden_of_shards(model, token_BS, images, position_BS, count_BS, computation)
         head_dV = model.head_Vd.T
         length = token_BS.shape[1]

@@ -22,7 +22,7 @@ from megajax.core.model.cross_attention import CrossAttention, CrossBlock
 from megajax.core.model.dropout import random_key
 from megajax.core.model.merged import merged
 from megajax.core.model.parameters import cast_matrices, map_parameters
-from megajax.core.model.shard_copies import copy_encoder
+from megajax.core.model.shard_copies import copy_to_shards
 from megajax.core.model.stack import at_place, count_layers, layer_of
 from megajax.core.model.transformer import LanguageModel, model_graph
 from megajax.core.parallel.layer_order import in_model_order, map_stacked
@@ -106,7 +106,7 @@ def _maker(config: Config) -> Any:
 
     def make(params: nnx.State) -> LayerWeights:
         cast = cast_matrices(merged(params, config), config.train.compute_dtype, layout)
-        model = nnx.merge(graph, copy_encoder(cast, layout))
+        model = nnx.merge(graph, copy_to_shards(cast, layout, encoder_only=True))
         layers = _separate(model, layer_of)
         cross = () if model.cross is None else _separate(model.cross, _cross_layer)
         return LayerWeights(nnx.state(model), layers, cross)
