@@ -5,7 +5,6 @@ all tokens are never in memory at once.
 """
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -136,7 +135,7 @@ Chunk = tuple[jax.Array, ...]  # x, labels and weights of some tokens of every s
 def _sum_over_tokens(
     x_BTD: jax.Array, head: Head, label_BS: jax.Array, weight_BS: jax.Array, loss: Loss
 ) -> Sums:
-    of_chunk = _casting_once(head, x_BTD, loss)
+    of_chunk = partial(_sum_over_chunk, cast_dV=head[0].astype(x_BTD.dtype), loss=loss)
 
     def add_chunk(sums: Sums, chunk: Chunk) -> tuple[Sums, None]:
         x, label, weight = chunk
@@ -151,7 +150,7 @@ def _forward(
     x_BTD: jax.Array, head: Head, label_BS: jax.Array, weight_BS: jax.Array, loss: Loss
 ) -> tuple[Sums, tuple[jax.Array, Head | None]]:
     wanted = (0,) if loss.is_head_frozen else (0, 1)
-    of_chunk = _casting_once(head, x_BTD, loss)
+    of_chunk = partial(_sum_over_chunk, cast_dV=head[0].astype(x_BTD.dtype), loss=loss)
     chunk_with_gradient = jax.value_and_grad(of_chunk, argnums=wanted, has_aux=True)
 
     def add_chunk(
@@ -180,39 +179,27 @@ def _backward(
 _sum_over_tokens.defvjp(_forward, _backward)
 
 
-def _casting_once(
-    head: Head, x: jax.Array, loss: Loss
-) -> Callable[[jax.Array, Head, jax.Array, jax.Array], Sums]:
-    """Return `_sum_over_chunk` with the head's weight cast, once, to the dtype of x.
-
-    The gradient of the head is in fp32. The value of the slot that receives it is not read.
-    """
-    weight_dV = head[0].astype(x.dtype)
-
-    def of_chunk(x: jax.Array, head: Head, label: jax.Array, weight: jax.Array) -> Sums:
-        head_dV, bias_V = head
-        slotted = Slotted(weight=weight_dV, slot=head_dV)
-        return _sum_over_chunk(x, (slotted, bias_V), label, weight, loss)
-
-    return of_chunk
-
-
 def _sum_over_chunk(
     x: jax.Array,
-    head: tuple[Slotted, jax.Array | None],
+    head: Head,
     label: jax.Array,
     weight: jax.Array,
+    *,
+    cast_dV: jax.Array,
     loss: Loss,
 ) -> Sums:
     """Return the two weighted sums over x [B, shards of T, tokens, D].
 
-    Every device has the labels and weights of all shards.
+    `cast_dV` is the head's weight in the dtype of x, cast once for all chunks. Its gradient, in
+    fp32, becomes that of the weight in `head`, which is not read. Every device has the labels and
+    weights of all shards.
     """
+    head_dV, bias_V = head
     with jax.named_scope('head'):
         # f: nothing forward, all-reduce backward (SP: all-gather forward, reduce-scatter backward)
         if not is_grid(loss.layout):  # with a grid, the matmul reduces over both axes
             x = jax.reshard(x, loss.layout('BS-d'))
-        logits = loss.logits(x, *head, rows='BS-')
+        logits = loss.logits(x, Slotted(weight=cast_dV, slot=head_dV), bias_V, rows='BS-')
     objective, nll = loss.per_token(logits, label)
     return (objective * weight).sum(), (nll * weight).sum()
 
