@@ -24,6 +24,7 @@ from typing import Any
 
 from megajax.base.errors import ConfigError
 from megajax.base.files.locks import TAKEN
+from megajax.base.render.text import typed
 from megajax.commands.ask_jax import MARK
 from megajax.commands.diagnosis import Diagnosis
 from megajax.commands.doctor_links import look_at_nccl
@@ -87,10 +88,11 @@ def _bytecode(diagnosis: Diagnosis, environ: Mapping[str, str]) -> None:
     if jax is None or jax.origin is None or not environ.get('PYTHONDONTWRITEBYTECODE'):
         return
     if not Path(importlib.util.cache_from_source(jax.origin)).exists():
+        packages = str(Path(jax.origin).parents[1])
         diagnosis.fact(
             'bytecode',
             'none for jax, and PYTHONDONTWRITEBYTECODE keeps Python from writing it, which adds '
-            f'about 3 s to each start: {sys.executable} -m compileall -q {sys.prefix}/lib',
+            f'about 3 s to each start: {sys.executable} -m compileall -q {typed(packages)}',
         )
 
 

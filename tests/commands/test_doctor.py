@@ -7,6 +7,7 @@ import fcntl
 import functools
 import os
 import py_compile
+import shlex
 import subprocess
 import sys
 from importlib.metadata import version
@@ -328,6 +329,10 @@ def test_imports_that_every_process_compiles_again_are_told(
         monkeypatch.setattr(sys, 'pycache_prefix', str(prefix))
         doctor._bytecode(found := Diagnosis(), environ)
         assert ('bytecode' in dict(found.facts)) == told
+        if told:
+            # A distribution's Python has its packages outside lib/pythonX.Y/site-packages.
+            *_, compiled = shlex.split(dict(found.facts)['bytecode'])
+            assert Path(compiled, 'jax/__init__.py').samefile(jax.__file__)
     py_compile.compile(jax.__file__)
     doctor._bytecode(found := Diagnosis(), never)
     assert found.facts == []
