@@ -1,8 +1,9 @@
 """Start jax for `megajax doctor`, and print the devices that it finds as a line of JSON."""
 
 import json
-import os
 from typing import Any
+
+from megajax.core.hardware.memory import host_memory
 
 HEAD_DIMS, DTYPES = range(8, 513, 8), ('bfloat16', 'float32')
 MARK = 'megajax doctor: '  # precedes the answer, because plugins also print
@@ -60,9 +61,8 @@ def matmuls_of_experts(device: Any, dtype: str) -> str:
 def _memory(device: Any) -> str:
     """Return the memory of a device, such as ', 80.0 GB for jax', or '' if it is unknown."""
     if device.platform == 'cpu':
-        return (
-            f', {os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9:.1f} GB of the host'
-        )
+        memory = host_memory()
+        return f', {memory / 1e9:.1f} GB of the host' if memory else ''
     limit = (device.memory_stats() or {}).get('bytes_limit')
     return f', {limit / 1e9:.1f} GB for jax' if limit else ''
 

@@ -20,7 +20,7 @@ from jax.sharding import AbstractDevice
 from support import megajax
 from typer.testing import CliRunner
 
-from megajax.commands import doctor
+from megajax.commands import ask_jax, doctor
 from megajax.commands.ask_jax import kernel_of, matmuls_of_experts
 from megajax.commands.diagnosis import Diagnosis
 from megajax.commands.doctor import diagnose
@@ -59,6 +59,13 @@ def test_it_says_which_heads_take_flash_attention(kind: str, dtype: str, kernel:
 def test_it_says_which_gpus_have_kernels_for_experts(kind: str, kernels: str) -> None:
     device = AbstractDevice(device_kind=kind, num_cores=None, platform='gpu')
     assert kernels in matmuls_of_experts(device, 'bfloat16')
+
+
+def test_the_memory_of_a_cpu_is_what_a_container_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = jax.devices('cpu')[0]
+    for limit, memory in ((16e9, ', 16.0 GB of the host'), (None, '')):
+        monkeypatch.setattr(ask_jax, 'host_memory', lambda limit=limit: limit)
+        assert ask_jax._memory(cpu) == memory
 
 
 def whats(found: Diagnosis) -> list[str]:
