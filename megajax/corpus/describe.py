@@ -114,10 +114,11 @@ def verify(
         _check_digest(bin_path, manifest.bin_sha256, progress)
         lines.append(f'{bin_path}: matches the SHA-256 in its manifest')
     limit = vocab_size or (manifest.vocab_size if manifest else None)
-    if limit is not None:
-        check_token_ids(sequences, limit)
     if len(sequences.tokens):
-        low, high = token_range(sequences)
+        # The digest of a manifest has been checked, so an earlier reading of the ids still holds.
+        low, high = token_range(sequences, anew=manifest is None)
+        if limit is not None:
+            check_token_ids(sequences, limit, (low, high))
         lines.append(
             f'{bin_path}: ids from {low} to {high}'
             + ('' if limit is None else f', all below {limit}')

@@ -1,6 +1,8 @@
 """`megajax data info` and `verify`, on files of Megatron and on files of `megajax data build`."""
 
 import itertools
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,8 @@ from megajax.corpus.describe import decode_samples, document_lengths, verify
 from megajax.corpus.job import Job
 from megajax.runtime.data.text.byte_level import END_OF_DOCUMENT
 from megajax.runtime.data.text.tokenizer import byte_tokenizer, encode_documents
-from megajax.runtime.data.tokens.indexed import Sequences, from_lengths
+from megajax.runtime.data.tokens.indexed import Sequences, from_lengths, read_pair
+from megajax.runtime.data.tokens.token_ids import check_token_ids, token_range
 
 ORACLES = Path(__file__).parents[1] / 'runtime/data/oracles/gpt_dataset'
 
@@ -109,6 +112,31 @@ def test_what_is_wrong_exits_2(arguments: list[str], message: str) -> None:
     done = megajax('data', *arguments)
     assert done.returncode == 2
     assert message in done.stderr
+
+
+def test_ids_that_a_run_has_read_are_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
+    pair = tmp_path / 'c'
+    for suffix in ('bin', 'idx'):
+        shutil.copyfile(f'{ORACLES}/c.{suffix}', f'{pair}.{suffix}')
+    sequences = read_pair(pair)
+    assert token_range(sequences)[1] < 70000
+    path = Path(f'{pair}.bin')
+    before, times = path.read_bytes(), path.stat()
+    damaged = np.frombuffer(before, sequences.tokens.dtype).copy()
+    damaged[5] = 70001
+    path.write_bytes(damaged.tobytes())
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(ConfigError, match=r'70000 ids end below 70001, which is token 5 of '):
+        verify(pair, vocab_size=70000)
+    path.write_bytes(before)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(ConfigError, match=rf'has changed, but not .*; run touch {path}$'):
+        check_token_ids(sequences, 70000)
+    path.touch()
+    check_token_ids(sequences, 70000)
 
 
 @pytest.mark.parametrize(

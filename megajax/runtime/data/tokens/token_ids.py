@@ -13,6 +13,7 @@ import numpy as np
 from megajax.base.errors import ConfigError, mistake
 from megajax.base.files.json_file import parse_json
 from megajax.base.files.outputs import replace_file
+from megajax.base.render.text import typed
 from megajax.runtime.data.tokens.indexed import Sequences, TokenIds, paths
 
 CHUNK = 1 << 24  # number of tokens read at a time
@@ -33,20 +34,21 @@ def check_token_ids(
         raise _out_of_range(sequences, vocab_size, high)
 
 
-def token_range(sequences: Sequences, share: int = 0, shares: int = 1) -> tuple[int, int]:
+def token_range(
+    sequences: Sequences, share: int = 0, shares: int = 1, *, anew: bool = False
+) -> tuple[int, int]:
     """Return the smallest and the largest id of a share of the file; 0 and -1 if it has none.
 
-    The file is read only once, unless its size or modification time changes.
+    The file is read only once, unless its size or modification time changes or `anew` is set.
     """
     bin_path, _ = paths(sequences.name)
     part = '' if shares == 1 else f'.{share}-of-{shares}'
     note = _notes() / f'{_fingerprint(bin_path)}{part}.json'
-    try:
-        low, high = map(int, parse_json(note.read_bytes()))
-    except (OSError, ValueError, TypeError, OverflowError):
-        low, high = _read_range(sequences.tokens, share, shares)
-        _remember(note, (low, high))
-    return low, high
+    found = None if anew else _recall(note)
+    if found is None:
+        found = _read_range(sequences.tokens, share, shares)
+        _remember(note, found)
+    return found
 
 
 def first_bad(ids: np.ndarray, vocab_size: int) -> int | None:
@@ -74,7 +76,9 @@ def _out_of_range(sequences: Sequences, vocab_size: int, high: int) -> ConfigErr
             token, bad_id = start + bad, chunk[bad]
             break
     else:
-        raise AssertionError(f'{sequences.name}: an id of {high} was recorded, but there is none')
+        path = paths(sequences.name)[0]
+        message = f'{path}: has changed, but not its modification time; run touch {typed(path)}'
+        return mistake('data.corpus', message, 'data.blend')
     place = f'{paths(sequences.name)[0]}: at byte {token * tokens.itemsize}'
     message = f'{vocab_size} ids end below {bad_id}, which is token {token} of {sequences.name}'
     fix = f'use {high + 1} or more' if bad_id >= 0 and high < NO_ID else 'build the files again'
@@ -95,6 +99,14 @@ def _fingerprint(path: Path) -> str:
     status = path.resolve().stat()
     file = f'{path.resolve()} {status.st_size} {status.st_mtime_ns} {status.st_ino}'
     return sha256(file.encode(errors='surrogateescape')).hexdigest()
+
+
+def _recall(note: Path) -> tuple[int, int] | None:
+    try:
+        low, high = map(int, parse_json(note.read_bytes()))
+    except (OSError, ValueError, TypeError, OverflowError):
+        return None
+    return low, high
 
 
 def _remember(note: Path, low_high: tuple[int, int]) -> None:
