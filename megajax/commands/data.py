@@ -166,7 +166,7 @@ def info(
     from megajax.runtime.data.text.tokenizer import load_tokenizer
 
     description = describe(prefix)
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     console.print(_facts(description), _histogram(description.histogram))
     manifest = description.manifest
     path = tokenizer or (str(manifest.tokenizer_path) if manifest else None)
@@ -174,7 +174,7 @@ def info(
         decoder = load_given(path) if tokenizer else load_tokenizer(path)
         for number, text, is_spelled in decode_samples(description.sequences, decoder, samples):
             letters = ', which spells special tokens in letters' if is_spelled else ''
-            console.print(f'document {number}{letters}: {text!r}', markup=False)
+            console.print(f'document {number}{letters}: {text!r}')
 
 
 @data_app.command()

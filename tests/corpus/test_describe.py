@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import megajax
+from typer.testing import CliRunner
 
+from megajax.commands.main import app
 from megajax.core.config import ConfigError
 from megajax.corpus.build import build
 from megajax.corpus.describe import decode_samples, document_lengths, verify
@@ -50,6 +52,20 @@ def test_what_was_built_is_shown_and_verified(built: Path) -> None:
     ):
         assert line in shown.stdout
     assert verified.stdout.count('ok  ') == 5
+
+
+def test_a_sample_is_shown_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / 'a.jsonl').write_text('{"text": "[b]:smile:"}\n')
+    job = Job(
+        out=str(tmp_path / 'a'),
+        inputs=(str(tmp_path / 'a.jsonl'),),
+        tokenizer='bytes',
+        append_eod=False,
+        workers=1,
+    )
+    build(job)
+    done = CliRunner().invoke(app, ['data', 'info', str(tmp_path / 'a')])
+    assert "document 0: '[b]:smile:'\n" in done.stdout
 
 
 def test_letters_that_spell_a_special_token_are_told_from_the_token() -> None:

@@ -30,7 +30,7 @@ def number_columns(*headers: str) -> list[Column]:
 
 def as_text(shown: RenderableType, *, width: int = 150) -> str:
     """Return the output of a rich console as plain text."""
-    console = Console(width=width, force_terminal=False, force_jupyter=False)
+    console = Console(width=width, emoji=False, force_terminal=False, force_jupyter=False)
     with console.capture() as capture:
         console.print(shown)
     return capture.get()
@@ -39,6 +39,8 @@ def as_text(shown: RenderableType, *, width: int = 150) -> str:
 def as_html(shown: RenderableType) -> str:
     """Return the output of a rich console as an HTML fragment for a notebook."""
     file = io.StringIO()
-    console = Console(file=file, width=150, record=True, highlight=False, force_jupyter=False)
+    console = Console(
+        file=file, width=150, record=True, highlight=False, emoji=False, force_jupyter=False
+    )
     console.print(shown)
     return console.export_html(inline_styles=True, code_format=_HTML)

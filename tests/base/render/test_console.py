@@ -52,3 +52,10 @@ def test_inside_a_notebook_the_same_is_returned_and_nothing_shown(
     monkeypatch.setattr('rich.console._is_jupyter', lambda: True)
     assert (as_text(table()), as_html(table())) == (text, html)
     assert capsys.readouterr() == ('', '')
+
+
+def test_names_between_colons_are_no_emoji() -> None:
+    table = Table('name', box=None)
+    table.add_row(':smile:')
+    assert ':smile:' in as_text(table)
+    assert ':smile:' in as_html(table)

@@ -314,3 +314,8 @@ def test_a_router_that_the_loss_does_not_train_is_noted(
     experts = f'{{count: 4, active: {active}, normalize: {normalize}, ffn_size: 64}}'
     Report().experts(load('tiny', [f'model.experts={experts}']))
     assert ('normalize=false' in capsys.readouterr().out) == is_noted
+
+
+def test_a_sample_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    Report().say('sample: [b]:smile:')
+    assert capsys.readouterr().out == 'sample: [b]:smile:\n'

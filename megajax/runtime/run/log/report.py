@@ -67,7 +67,9 @@ class Report:
     """The terminal output of a run; only the first process prints."""
 
     def __init__(self) -> None:
-        self.console = _Console(highlight=False, soft_wrap=True, quiet=jax.process_index() != 0)
+        self.console = _Console(
+            highlight=False, soft_wrap=True, emoji=False, quiet=jax.process_index() != 0
+        )
 
     def say(self, text: str) -> None:
         """Print a line; on a terminal that is too narrow, break it at its spaces."""
