@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from megajax.base.files.exists import exists
-from megajax.base.files.outputs import output_problems
+from megajax.base.files.outputs import output_problems, writing
 from megajax.base.render.logs import log_to_terminal
 from megajax.commands.generate_chat import check_chat, check_unicode, converse
 from megajax.commands.generate_images import (
@@ -24,7 +24,7 @@ from megajax.commands.generate_output import (
     is_cut,
     note_cut,
     note_letters,
-    write_results,
+    results_json,
 )
 from megajax.core.config import ConfigError
 from megajax.core.config.extras import install
@@ -242,10 +242,10 @@ def evaluate(
                     _evaluate(run, opened, overrides, files, task, stride)
                 )
             }
-    for name, values in results.items():
-        print(_result_line(name, values))
-    if out:
-        write_results(out, results, run=str(run), step=opened.step, files=files)
+    written = results_json(results, run=str(run), step=opened.step, files=files)
+    with writing((out, written)):
+        for name, values in results.items():
+            print(_result_line(name, values))
 
 
 def _result_line(name: str, values: Mapping[str, float | None]) -> str:

@@ -5,10 +5,8 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megajax.base.files.outputs import write_output
 from megajax.base.render.text import visible
 
 if TYPE_CHECKING:
@@ -25,10 +23,8 @@ def print_json(row: 'Continuation', **asked: str) -> None:
     print(json.dumps(line, ensure_ascii=not is_utf8), flush=True)
 
 
-def write_results(
-    path: Path, results: Mapping[str, Mapping[str, float | None]], **about: Any
-) -> None:
-    """Write the results of an evaluation by task; values that are not finite are null."""
+def results_json(results: Mapping[str, Mapping[str, float | None]], **about: Any) -> str:
+    """Return the results of an evaluation by task as JSON; values that are not finite are null."""
     finite = {
         task: {
             name: value if value is None or math.isfinite(value) else None
@@ -36,7 +32,7 @@ def write_results(
         }
         for task, values in results.items()
     }
-    write_output(path, json.dumps({**about, 'results': finite}, indent=2) + '\n')
+    return json.dumps({**about, 'results': finite}, indent=2) + '\n'
 
 
 def as_json(prompts: Sequence[str]) -> Any:

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megajax.commands import generate as cli_generate
-from megajax.commands.generate_output import write_results
+from megajax.commands.generate_output import results_json
 from megajax.commands.main import app
 from megajax.core.config import ConfigError
 from megajax.core.config.extras import install
@@ -141,38 +141,30 @@ def test_what_was_found_is_told_and_kept(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(cli_generate, '_evaluate', evaluate)
     (tmp_path / 'text').write_text('text')
     text, out = str(tmp_path / 'text'), tmp_path / 'found.json'
-    done = CliRunner().invoke(
-        app,
-        [
-            'eval',
-            'run',
-            '--task',
-            'perplexity',
-            text,
-            'mesh.data=1',
-            '--stride',
-            '3',
-            '--json',
-            str(out),
-        ],
-    )
+    options = ['--stride', '3', '--json', str(out)]
+    arguments = ['eval', 'run', '--task', 'perplexity', text, 'mesh.data=1', *options]
+    done = CliRunner().invoke(app, arguments)
     assert done.output == 'perplexity  tokens 12,345  loss 1.23457\n'
     results = {'perplexity': {'tokens': 12_345, 'loss': 1.23456789}}
-    assert json.loads(out.read_text()) == {
-        'run': 'run',
-        'step': 7,
-        'files': [text],
-        'results': results,
-    }
+    written = {'run': 'run', 'step': 7, 'files': [text], 'results': results}
+    assert json.loads(out.read_text()) == written
+    out.unlink()
+
+    def lost(line: str) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(cli_generate, 'print', lost, raising=False)
+    assert isinstance(CliRunner().invoke(app, arguments).exception, OSError | SystemExit)
+    assert json.loads(out.read_text()) == written
 
 
-def test_results_that_are_not_finite_are_null(tmp_path: Path) -> None:
+def test_results_that_are_not_finite_are_null() -> None:
     lambada = {'passages': 3, 'accuracy': 0.5, 'perplexity': math.inf, 'loss': math.nan}
-    write_results(tmp_path / 'new/results.json', {'lambada': lambada}, run='runs/a', step=7)
+    text = results_json({'lambada': lambada}, run='runs/a', step=7)
 
     def reject(constant: str) -> None:
         raise AssertionError(f'{constant} is not JSON')
 
-    written = json.loads((tmp_path / 'new/results.json').read_text(), parse_constant=reject)
+    written = json.loads(text, parse_constant=reject)
     finite = {'passages': 3, 'accuracy': 0.5, 'perplexity': None, 'loss': None}
     assert written == {'run': 'runs/a', 'step': 7, 'results': {'lambada': finite}}
