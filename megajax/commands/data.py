@@ -18,6 +18,7 @@ from rich.progress import (
 from rich.table import Column, Table
 from typer.core import TyperCommand
 
+from megajax.base.errors import ConfigError
 from megajax.base.render.logs import log_to_terminal
 
 if TYPE_CHECKING:
@@ -35,14 +36,24 @@ class _ManyInputs(TyperCommand):
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         spread: list[str] = []
-        inside = False
+        inside, last = False, ''
         for arg in args:
             if arg.startswith('-') and arg != '-':
                 inside = arg.startswith('--input')
             elif inside and spread[-1] != '--input':
                 spread.append('--input')
+                last = arg
             spread.append(arg)
-        return super().parse_args(ctx, spread)
+        try:
+            return super().parse_args(ctx, spread)
+        except Exception as error:
+            missing = getattr(error, 'param', None)
+            if missing is None or missing.name != 'out' or not last:
+                raise
+            raise ConfigError(
+                f'OUT: missing, because all words after --input are inputs, also {last}; put OUT '
+                'before --input'
+            ) from error
 
 
 Prefix = Annotated[
