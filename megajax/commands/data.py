@@ -148,7 +148,8 @@ def build(
             summary = run(job, report=progress)
     except KeyboardInterrupt:
         print(
-            'interrupted: run the same command again to resume (standard input restarts)',
+            'interrupted: run the same command again; it resumes, unless it reads a stream, or a '
+            'URL for which the server gives neither an ETag nor a time',
             file=sys.stderr,
         )
         raise typer.Exit(130) from None

@@ -1,4 +1,4 @@
-"""`megajax data build` from the command line: a forgotten OUT."""
+"""`megajax data build` from the command line: a forgotten OUT, and an interrupt."""
 
 import pytest
 from typer.testing import CliRunner
@@ -25,3 +25,13 @@ def test_other_mistakes_have_their_own_message(words: str) -> None:
     done = CliRunner().invoke(app, ['data', 'build', *words.split()])
     assert done.exit_code == 2
     assert 'put OUT before' not in f'{done.output} {done.exception}'
+
+
+def test_an_interrupt_says_which_builds_start_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr('megajax.corpus.build.build', interrupted)
+    done = CliRunner().invoke(app, ['data', 'build', 'web', '--input', '-', '--tokenizer', 'bytes'])
+    assert done.exit_code == 130
+    assert 'unless it reads a stream, or a URL for which the server gives neither' in done.output
