@@ -78,7 +78,7 @@ class RunSummary:
     """The `summary.json` of a run directory: the seconds of this start, and of all starts.
 
     The first process writes it. If a start is killed, the file contains the last state that it
-    wrote, at most EVERY seconds and `train.log_every` steps before its end.
+    wrote, at most EVERY seconds before the activity that was killed began.
     """
 
     def __init__(self, folder: Path, clock: Clock):
@@ -99,14 +99,22 @@ class RunSummary:
         self._warned = False
 
     def begin(self, step: int, *, lost_seconds: float) -> None:
-        """Begin at `step`.
+        """Begin at `step`, and write the file.
 
         `lost_seconds` are the productive seconds of earlier starts in steps that are now repeated.
+        They are written at once, because the lines of these steps are no longer in the metrics.
         """
         lost_seconds = min(lost_seconds, self._before['productive'])
         self._before['productive'] -= lost_seconds
         self._before['lost'] += lost_seconds
         self.step = step
+        self.write()
+
+    def roll_back(self, step: int, *, lost_seconds: float) -> None:
+        """Return to `step`, count these productive seconds of this start as lost, and write."""
+        self.clock.lose(lost_seconds)
+        self.step = step
+        self.write()
 
     def reach(self, step: int) -> None:
         """Note that `step` is done.

@@ -195,7 +195,6 @@ class Trainer:
         values |= self._complete(current, end, taken=values['taken'])
         if self.step % self.config.train.log_every == 0:
             values |= self._between_steps.find_slowest(self._meter)
-            self.summary.write_sometimes()
         return values
 
     def _complete(self, done: Dispatched, end: float, *, taken: float) -> dict[str, float]:
@@ -325,12 +324,12 @@ class Trainer:
         batches = int(self.state.batches) - (self._ahead is not None)
         self._ahead = self._failure = self._due = None
         self.state = self._rollbacks.restore(self.step, step, batches)
-        self.step = self._saved = self.summary.step = step
+        self.step = self._saved = step
         self._calibration.rewind(step)
         self._skipped = step - int(self.state.guard.taken)
         self.metrics.rewind(step)
         self.sampler.rewind(step)
-        self.clock.lose(self.metrics.lost_seconds())
+        self.summary.roll_back(step, lost_seconds=self.metrics.lost_seconds())
         self._batches = self._read_on()
         self.clock.begin('other')
         if step == 0:  # an import, whose metrics are deleted too
@@ -347,4 +346,5 @@ class Trainer:
     def _begin(self, activity: Activity, phase: str, kind: str = 'step') -> float:
         """Begin an activity, and a phase with the limit of `kind`; return the time in seconds."""
         self.watchdog.beat(phase, kind)
+        self.summary.write_sometimes()
         return self.clock.begin(activity)
