@@ -22,6 +22,7 @@ from megajax.runtime.checkpoint.record import TOKENIZER, Record, read_record
 from megajax.runtime.data.text.tokenizer import load_tokenizer
 from megajax.runtime.run.clock import SUMMARY
 from megajax.runtime.run.lock import running_in
+from megajax.runtime.run.readings import find_readings
 from megajax.runtime.run.saved_step import KeptStep, read_step
 
 METRICS, SAMPLES = 'metrics.jsonl', 'samples.jsonl'
@@ -260,8 +261,7 @@ def _tokenizer(file: Path, checkpoints: Sequence[Checkpoint], unreadable: list[s
 
 
 def _readings(folder: Path) -> bytes | None:
-    sheets = [path for path in folder.glob('readings-*.png') if path.stem[9:].isdecimal()]
-    newest = max(sheets, key=lambda path: int(path.stem[9:]), default=None)
+    _, newest = max(find_readings(folder).items(), default=(0, None))
     try:
         content = newest.read_bytes() if newest else b''
     except OSError:

@@ -26,13 +26,17 @@ logger = logging.getLogger(__name__)
 
 
 class Evaluation:
-    """The evaluation of a run's states, which is compiled once."""
+    """The evaluation of a run's states, which is compiled once.
+
+    The run resumes from `step`, and drawn transcriptions of later steps are deleted.
+    """
 
     def __init__(
         self,
         config: Config,
         data: Data,
         folder: Path,
+        step: int,
         *,
         report: Report,
         clock: Clock,
@@ -45,6 +49,7 @@ class Evaluation:
         self._reader = None
         if isinstance(data.validation, PictureBatches) and data.tokenizer is not None:
             self._reader = Reader(config, data.validation, data.tokenizer, folder)
+        self.rewind(step)
 
     def is_due(self, step: int, *, since: int | None) -> bool:
         """Whether the state after `step` is evaluated.
@@ -86,6 +91,11 @@ class Evaluation:
             self.watchdog.beat('reading', 'compile')
             losses |= self._reader.read(step, params, self.report, self._check)
         return losses | {'evaluation_ms': 1e3 * (self.clock.begin('other') - start)}
+
+    def rewind(self, step: int) -> None:
+        """Delete what evaluations of steps after `step` have drawn."""
+        if self._reader is not None:
+            self._reader.rewind(step)
 
     def _check(self) -> None:
         self.watchdog.beat('reading', 'compile')  # prompts of a new shape are compiled

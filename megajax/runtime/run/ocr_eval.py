@@ -23,6 +23,7 @@ from megajax.runtime.generate import (
     prompt_of,
 )
 from megajax.runtime.run.log.report import Report
+from megajax.runtime.run.readings import readings_file, rewind_readings
 
 SHOWN = 8  # number of images whose transcriptions are printed and drawn
 DETAILED = 300  # number of tokens at which a region counts as seen in detail
@@ -66,6 +67,11 @@ class Reader:
             values['validation_read_unlike'] = share
         return values
 
+    def rewind(self, step: int) -> None:
+        """Delete the drawn transcriptions of steps after `step`."""
+        if jax.process_index() == 0:
+            rewind_readings(self._folder, step)
+
     def _detail(self, step: int, rows: Sequence[Continuation], report: Report) -> dict[str, float]:
         """Report how relevance distributes the tokens of images, if the model has relevance."""
         tokens = [row.region_tokens[0] for row in rows if row.region_tokens is not None]
@@ -105,7 +111,7 @@ class Reader:
         return [row for row in rows if row]
 
     def _draw(self, step: int, readings: Sequence[str]) -> None:
-        path = self._folder / f'readings-{step}.png'
+        path = readings_file(self._folder, step)
         try:
             write_sheet(path, self._pictures[: len(readings)], readings)
         except OSError as error:

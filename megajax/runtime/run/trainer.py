@@ -57,8 +57,8 @@ class Trainer:
         self.config, self.state = config, state
         self.report, self.metrics, self.sampler = report, metrics, sampler
         self.checkpoints, self.stop, self.watchdog = checkpoints, stop, watchdog
-        self.step = self._saved = int(state.step)
-        self._first = self.step + 1  # the first step also connects the devices
+        step = self.step = self._saved = int(state.step)
+        self._first = step + 1  # the first step also connects the devices
         self._calibration = Calibration(config, self.step)
         self.summary, self.clock, self.profiler = summary, summary.clock, profiler
         self._skipped = self.step - int(state.guard.taken)
@@ -68,9 +68,9 @@ class Trainer:
         self._ahead: Dispatched | None = None  # the step after `step`, with its metrics unread
         self._failure: Exception | None = None  # the error that dispatching this step raised
         self._times = StepTimes(self.clock)
-        folder = checkpoints.folder.parent
+        folder, clock = checkpoints.folder.parent, self.clock
         self._evaluation = Evaluation(
-            config, data, folder, report=report, clock=self.clock, stop=stop, watchdog=watchdog
+            config, data, folder, step, report=report, clock=clock, stop=stop, watchdog=watchdog
         )
         self._rollbacks = Rollbacks(config, data, report=report, checkpoints=checkpoints)
 
@@ -327,8 +327,8 @@ class Trainer:
         self.step = self._saved = step
         self._calibration.rewind(step)
         self._skipped = step - int(self.state.guard.taken)
-        self.metrics.rewind(step)
-        self.sampler.rewind(step)
+        for output in (self.metrics, self.sampler, self._evaluation):
+            output.rewind(step)
         self.summary.roll_back(step, lost_seconds=self.metrics.lost_seconds())
         self._batches = self._read_on()
         self.clock.begin('other')

@@ -99,6 +99,7 @@ def test_the_bytes_of_labels_are_those_of_the_text_that_counts() -> None:
         tiny(),
         SimpleNamespace(validation=[], tokenizer=tokenizer),
         Path(),
+        0,
         report=None,
         clock=None,
         stop=None,

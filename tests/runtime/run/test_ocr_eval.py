@@ -10,6 +10,7 @@ from support import on_mesh, random_params
 from megajax.core.config import Config, load
 from megajax.runtime.data import load_data
 from megajax.runtime.generate import Continuation
+from megajax.runtime.run.evaluation import Evaluation
 from megajax.runtime.run.log.report import Report
 from megajax.runtime.run.ocr_eval import SHOWN, Reader
 
@@ -49,6 +50,21 @@ def test_the_detail_of_the_line_asked_for_is_told_of_images_of_lines_alone(
     assert [*values] == ['budget_used', *keys, 'budget_fewest', 'budget_most']
     assert values['budget_used'] == 720
     assert capsys.readouterr().out.startswith(f'step 7  {asked}')
+
+
+def test_readings_of_steps_that_a_run_has_lost_are_deleted(tmp_path: Path) -> None:
+    def left() -> set[str]:
+        return {path.name for path in tmp_path.iterdir()}
+
+    for name in ('readings-100.png', 'readings-600.png', 'readings-mine.png'):
+        (tmp_path / name).touch()
+    (tmp_path / 'readings-700.png').mkdir()  # cannot be deleted, which does not end the run
+    config = load('tiny_vlm', SMALL)
+    unused = dict.fromkeys(('report', 'clock', 'stop', 'watchdog'))
+    evaluation = Evaluation(config, load_data(config), tmp_path, 300, **unused)
+    assert left() == {'readings-100.png', 'readings-700.png', 'readings-mine.png'}
+    evaluation.rewind(50)
+    assert left() == {'readings-700.png', 'readings-mine.png'}
 
 
 @pytest.mark.slow

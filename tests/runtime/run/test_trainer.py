@@ -24,6 +24,7 @@ from megajax.runtime.checkpoint.checkpoints import Checkpoints
 from megajax.runtime.checkpoint.record import read_record
 from megajax.runtime.data import Batches
 from megajax.runtime.run import clock, compile_step, trainer
+from megajax.runtime.run.evaluation import Evaluation
 from megajax.runtime.run.log.metrics import MetricsWriter
 from megajax.runtime.run.log.report import StepReport
 from megajax.runtime.run.rollback import ROLLBACKS
@@ -203,19 +204,20 @@ def test_a_batch_that_is_refused_is_not_read_again(start: Any) -> None:
     assert 2 not in read[restarted:]
 
 
-def test_the_summary_on_disk_counts_what_a_rollback_has_lost_before_the_next_step(
+def test_a_rollback_is_in_the_summary_on_disk_and_rewinds_the_evaluation_before_the_next_step(
     start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / 'small.yaml').write_text(CONFIG.replace('every: 1,', 'every: 4,'))
-    written, read_on = list[dict[str, Any]](), Trainer._read_on
+    written, read_on, rewound = list[dict[str, Any]](), Trainer._read_on, list[int]()
 
     def read(trainer: Trainer) -> Any:
         written.append(json.loads((tmp_path / 'run/summary.json').read_text()))
         return read_on(trainer)
 
     monkeypatch.setattr(Trainer, '_read_on', read)
+    monkeypatch.setattr(Evaluation, 'rewind', lambda _, step: rewound.append(step))
     start(6)
-    assert [summary['step'] for summary in written] == [0, 4]
+    assert [summary['step'] for summary in written] == rewound == [0, 4]
     assert written[1]['seconds']['lost'] > 0
 
 
