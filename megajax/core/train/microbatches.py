@@ -19,6 +19,7 @@ from megajax.core.train.feed import Batch
 # Arrays of a batch with one element per sequence. Each process traces them in this order: the order
 # of a set differs between processes, and so would their programs.
 OF_ROWS = 'rows', 'swapped', 'row_weights'
+OF_IMAGES = 'pixels', 'image_grid', 'image_index'
 
 logger = logging.getLogger(__name__)
 
@@ -53,15 +54,33 @@ def with_weights(batch: Batch, config: Config, layout: Layout) -> Batch:
 
 def check_arrays(batch: Batch, config: Config) -> None:
     """Raise ConfigError for a batch from which the loss cannot be computed."""
-    needed = dict.fromkeys(('tokens', 'labels', 'loss_mask'), '[rows, tokens]')
-    if config.model.is_bert:
-        needed |= {'token_types': '[rows, tokens]', 'swapped': '[rows, 1]'}
+    needed = _needed(batch, config)
+    shown = {name: f'{name} [{", ".join(map(str, shape))}]' for name, shape in needed.items()}
     if missing := [name for name in needed if name not in batch]:
-        given = ', '.join(f'{name} {needed[name]}' for name in missing)
+        given = ', '.join(shown[name] for name in missing)
         message = (
             f'has no {" and no ".join(missing)}; give the array{"s" * (len(missing) > 1)} {given}'
         )
         raise mistake('batch', message)
+    for name, shape in needed.items():
+        if batch[name].shape[2:] != shape[2:]:
+            message = f'has the shape {batch[name].shape}; give {shown[name]}'
+            raise mistake(f'batch[{name!r}]', message)
+
+
+def _needed(batch: Batch, config: Config) -> dict[str, tuple[str | int, ...]]:
+    """Return the shape of each array that the loss needs; sequences may have no images."""
+    of_tokens, vision = ('rows', 'tokens'), config.vision
+    needed: dict[str, tuple[str | int, ...]]
+    needed = dict.fromkeys(('tokens', 'labels', 'loss_mask'), of_tokens)
+    if config.model.is_bert:
+        needed |= {'token_types': of_tokens, 'swapped': ('rows', 1)}
+    if vision is not None and not batch.keys().isdisjoint(OF_IMAGES):
+        needed['pixels'] = 'rows', 'images', vision.max_patches, vision.pixels
+        needed |= {'image_grid': ('rows', 'images', 2), 'image_index': of_tokens}
+        if config.model.position == 'mrope':
+            needed['positions'] = *of_tokens, 3
+    return needed
 
 
 def _check_shape(batch: Batch, config: Config) -> None:

@@ -112,10 +112,11 @@ def make_train_step(
 
     The input state is donated. A batch holds `tokens`, `labels` and `loss_mask`, each [B, S], and
     may hold `segment_ids` and `positions`. The mask has the weights of a weighted mean. A batch for
-    BERT also holds `token_types` and `swapped` [B, 1]. BERT's loss is the sum of masked-token loss
-    (`nll`) and sentence-order loss. If loss or gradients are not finite, parameters and optimizer
-    stay the same, bit for bit; also after a spike, unless `train.spike` is off. FP8's delayed
-    scaling remembers the exponents of every finite step, including a spike.
+    BERT also holds `token_types` and `swapped` [B, 1], and one with images `pixels`, `image_grid`,
+    `image_index` and, for M-RoPE, `positions` [B, S, 3]. BERT's loss is the sum of masked-token
+    loss (`nll`) and sentence-order loss. If loss or gradients are not finite, parameters and
+    optimizer stay the same, bit for bit; also after a spike, unless `train.spike` is off. FP8's
+    delayed scaling remembers the exponents of every finite step, including a spike.
 
     An `optimizer` replaces `optim.kind`, clipping, weight decay and `optim.moments_dtype`. `lr` in
     the metrics is `learning_rate(config)` of the updates applied so far, which it should use.
