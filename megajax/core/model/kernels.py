@@ -188,7 +188,10 @@ def _xla_forward(
     mask_R1SY = _with_lengths(mask_R1SY, lengths, q_RSNH, k_RYKH)
     score_RKGSY = _scores(q_RSNH, k_RYKH, scale, causal, mask_R1SY, window)
     lse_RKGS = jax.nn.logsumexp(score_RKGSY, axis=-1)
-    weight_RKGSY = jnp.exp(score_RKGSY - lse_RKGS[..., None])
+    # A query that attends to none of these keys gets weights of 0. With weights of 1, the sum could
+    # be infinite in fp16, and NaN after `merge`.
+    seen_RKGS = jnp.where(lse_RKGS > LOWEST, lse_RKGS, jnp.inf)
+    weight_RKGSY = jnp.exp(score_RKGSY - seen_RKGS[..., None])
     if dropped is not None:
         weight_RKGSY = dropped(weight_RKGSY)
     o_RSKGH = jnp.einsum('rkgsy,rykh->rskgh', weight_RKGSY.astype(v_RYKH.dtype), v_RYKH)

@@ -17,6 +17,7 @@ from support import make_config
 from megajax.core.hardware.targets import compile_without_gpu, gpu_devices, has_compiler
 from megajax.core.model import flash
 from megajax.core.model.attention import attend
+from megajax.core.model.context_exchange import merge
 from megajax.core.model.kernels import KERNELS
 from megajax.core.model.passes import attend_by
 from megajax.core.parallel.layout import Layout
@@ -68,6 +69,22 @@ def test_a_query_attends_to_a_window_of_keys_that_ends_with_its_own(window: int)
     inputs = (x.astype(np.float32) for x in (q, k, v, do))
     for x, y in zip(found(*inputs), expected, strict=True):
         np.testing.assert_allclose(x, y, atol=3e-6)
+
+
+def test_keys_to_which_a_query_does_not_attend_have_no_part_in_a_merged_result() -> None:
+    """In fp16, the sum of their values may be infinite."""
+    random = np.random.default_rng(0)
+    q, k = (random.standard_normal((1, 4096, 1, HEAD_DIM)).astype(np.float16) for _ in range(2))
+    q, v, mask = q[:, :2], np.full_like(k, 20), np.zeros((1, 1, 2, 4096), bool)
+    mask[..., 1, :] = True
+
+    @jax.jit
+    def merged(q, k, v, mask):
+        own = KERNELS['xla'].forward(q, k[:, :2], v[:, :2], False, scale=SCALE)
+        o, lse = KERNELS['xla'].forward(q, k, v, False, mask, scale=SCALE)
+        return merge((own[0].astype(jnp.float32), own[1]), (o, lse))[0]
+
+    np.testing.assert_allclose(merged(q, k, v, mask), 20, rtol=2e-3)
 
 
 @pytest.mark.parametrize('causal', [False, True])
