@@ -11,6 +11,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 # On a busy machine a simulated device may be late to a collective, and XLA's default ends the
 # process then.
@@ -91,6 +92,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     marks = ({mark.name for mark in item.iter_markers()} for item in session.items)
     assert all(names & {'slow', 'faults'} for names in marks if 'exhaustive' in names)
     gc.freeze()
+
+
+@pytest.fixture
+def forked_renderers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the processes that render chat templates from one that has imported jinja2."""
+    from renderers import Renderer
+
+    made = SimpleNamespace(Popen=Renderer, PIPE=None, DEVNULL=None)
+    monkeypatch.setattr('megajax.runtime.data.image_text.chat.subprocess', made)
 
 
 @pytest.fixture

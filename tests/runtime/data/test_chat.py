@@ -22,6 +22,8 @@ from megajax.runtime.data.image_text.chat import (
     read_template,
 )
 
+pytestmark = pytest.mark.usefixtures('forked_renderers')
+
 MESSAGES = [
     {'role': 'user', 'content': 'Hi'},
     {'role': 'assistant', 'content': 'Hello'},
@@ -193,11 +195,11 @@ def test_a_namespace_refuses_names_with_an_underscore_as_in_transformers() -> No
 def test_a_template_that_loops_is_ended_with_file_and_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: str
 ) -> None:
-    monkeypatch.setattr('megajax.runtime.data.image_text.chat.MAX_SECONDS', 0.3)
+    monkeypatch.setattr('megajax.runtime.data.image_text.chat.MAX_SECONDS', 0.1)
     path = write(tmp_path, f'hello\n{loop}')
     text = refusal(path)
     assert text.startswith(f'{PLACE}: {path}: ')
-    assert 'takes more than 0.3 s' in text
+    assert 'takes more than 0.1 s' in text
 
 
 @pytest.mark.parametrize(

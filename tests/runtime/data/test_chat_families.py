@@ -16,6 +16,8 @@ from megajax.runtime.data.patches import PatchSize
 from megajax.runtime.data.synthetic_corpus import NO_TOKEN
 from megajax.runtime.data.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.usefixtures('forked_renderers')
+
 transformers = pytest.importorskip('transformers')
 TEMPLATES = Path(pytest.importorskip('trl').__file__).parent / 'chat_templates'
 

@@ -22,6 +22,8 @@ from megajax.runtime.data.image_text.turns import VISION
 from megajax.runtime.data.patches import PatchSize
 from megajax.runtime.data.text.tokenizer import Tokenizer, byte_tokenizer
 
+pytestmark = pytest.mark.usefixtures('forked_renderers')
+
 TOKENIZER = byte_tokenizer(('<image>',))
 QWEN = byte_tokenizer(('<|im_start|>', '<|im_end|>', *VISION, '<|image_pad|>'))
 QWEN_IMAGE = QWEN.special_tokens()['<|image_pad|>']
@@ -431,7 +433,7 @@ def test_a_template_that_loops_ends_with_file_and_line(
         '{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}', 'utf-8'
     )
     path = write(folder, {'text': 'a'}, {'messages': [{'role': 'assistant', 'content': 'a'}]})
-    monkeypatch.setattr('megajax.runtime.data.image_text.chat.MAX_SECONDS', 0.3)
+    monkeypatch.setattr('megajax.runtime.data.image_text.chat.MAX_SECONDS', 0.1)
     with pytest.raises(ConfigError, match=rf'{path}:2: .*takes more than .* s, in line 1') as found:
         load_rows(path, template=template)
     assert found.value.exit_code == 2

@@ -24,6 +24,8 @@ from megajax.runtime.data.image_text.load import BETWEEN_CALLS, _warn_of_copies
 from megajax.runtime.data.sources.commands import images_to_files
 from megajax.runtime.data.tokens.indexed import write_index
 
+pytestmark = pytest.mark.usefixtures('forked_renderers')
+
 TURNS = [
     {'role': 'user', 'content': '<image>What?'},
     {'role': 'assistant', 'content': 'Red.'},

@@ -19,6 +19,8 @@ from megajax.runtime.data.image_text.documents import FileDocument
 from megajax.runtime.data.tokens.indexed import write_index
 from megajax.runtime.run.evaluation import losses_of
 
+pytestmark = pytest.mark.usefixtures('forked_renderers')
+
 MARKS_NOTHING = (
     '{% for m in messages %}{{ m.role }}{{ m.content }}{% generation %}{% endgeneration %}'
     '{% endfor %}{% if add_generation_prompt %}assistant{% endif %}'

@@ -22,6 +22,8 @@ from megajax.runtime.data.patches import PatchSize
 from megajax.runtime.data.synthetic_corpus import NO_TOKEN
 from megajax.runtime.data.text.tokenizer import Tokenizer, byte_tokenizer
 
+pytestmark = pytest.mark.usefixtures('forked_renderers')
+
 SPECIAL = ('<s>', '<|end|>', '<|user|>', '<|assistant|>')
 TOKENIZER = byte_tokenizer(SPECIAL)
 SHAPE = RowShape(

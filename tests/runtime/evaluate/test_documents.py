@@ -20,6 +20,8 @@ from megajax.runtime.data.text.tokenizer import byte_tokenizer
 from megajax.runtime.evaluate import Scorer, are_documents, document_perplexity
 from megajax.runtime.evaluate.documents import DocumentPerplexity
 
+pytestmark = pytest.mark.usefixtures('forked_renderers')
+
 TOKENIZER = byte_tokenizer(('<image>',))
 
 

@@ -25,6 +25,8 @@ from megajax.runtime.data.text.tokenizer import byte_tokenizer
 from megajax.runtime.generate import Continuation, Generator, Request, Sampling, prompt_of
 from megajax.runtime.generate.conversation import Conversation
 
+pytestmark = pytest.mark.usefixtures('forked_renderers')
+
 SAID = b'Yes!'
 
 
