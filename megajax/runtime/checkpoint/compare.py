@@ -122,6 +122,8 @@ def log_schedule(there: Record, here: Record, taken: int) -> None:
     The next step has the rate after `taken` steps, since skipped steps do not count.
     """
     (optim, steps), (old_optim, old_steps) = map(_schedule, (here, there))
+    if (optim, steps) == (old_optim, old_steps):
+        return  # jax takes longer for the rates than for all other comparisons
     ends, old_ends = optim.decay_steps or steps, old_optim.decay_steps or old_steps
     rate, old_rate = (
         float(make_schedule(*pair)(taken)) for pair in ((optim, steps), (old_optim, old_steps))
