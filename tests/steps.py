@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
+from jax.stages import Compiled
 from support import (
+    abstract_state,
     gather,
     in_layer_order,
     make_batch,
@@ -21,10 +23,10 @@ from support import (
 
 from megajax.core.config import Config
 from megajax.core.train.evaluation import make_eval_step
-from megajax.core.train.feed import place_batch
+from megajax.core.train.feed import abstract_batch, place_batch
 from megajax.core.train.gradients import make_loss_and_gradients
 from megajax.core.train.loss_scale import init_loss_scale
-from megajax.core.train.step import make_train_step
+from megajax.core.train.step import TrainState, make_train_step
 
 STEPS = 5
 MESH = (
@@ -182,6 +184,14 @@ def train(setting: Setting) -> Training:
         evaluated = {name: float(value) for name, value in sums.items()}
         first_moments, params = (in_layer_order(gather(x), config) for x in (moments, state.params))
         return Training(losses, first_moments, params, evaluated)
+
+
+@functools.cache
+def compiled_step(config: Config) -> tuple[Compiled, TrainState]:
+    """A step that nobody takes, and the shapes and places of its state."""
+    with on_mesh(config):
+        state = abstract_state(config)
+        return make_train_step(config).lower(state, abstract_batch(config)).compile(), state
 
 
 @functools.cache

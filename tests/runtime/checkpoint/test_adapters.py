@@ -11,6 +11,7 @@ from checkpoints import make_state, tiny
 from support import (
     assert_close,
     by_name,
+    exhaustive,
     gather,
     in_layer_order,
     make_batch,
@@ -81,7 +82,7 @@ def merged(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return weights
 
 
-@pytest.mark.parametrize(('data', 'model', 'shard'), [(1, 4, 'none'), (4, 2, 'weights')])
+@pytest.mark.parametrize(('data', 'model', 'shard'), [exhaustive(1, 4, 'none'), (4, 2, 'weights')])
 def test_they_are_the_same_bits_on_any_mesh(tuned: Path, data: int, model: int, shard: str) -> None:
     expected = read(tuned, adapted())
     actual = read(tuned, adapted(data, model, optim={'shard': shard}))
@@ -123,7 +124,7 @@ def test_new_ones_begin_beside_the_weights_of_a_model_and_add_nothing(
             np.testing.assert_array_equal(x, weights[name].astype(x.dtype), err_msg=name)
 
 
-@pytest.mark.parametrize('shard', ['none', 'weights'])
+@pytest.mark.parametrize('shard', [exhaustive('none'), 'weights'])
 def test_a_model_without_adapters_has_them_added_to_its_weights(tuned: Path, shard: str) -> None:
     expected = merged(read(tuned, adapted()))
     actual = read(tuned, tiny(2, 2, optim={'shard': shard}))

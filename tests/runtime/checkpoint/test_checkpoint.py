@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 from checkpoints import equal, make_state, newest, tiny
-from support import more, on_mesh
+from support import exhaustive, more, on_mesh
 from typer.testing import CliRunner
 
 from megajax.commands.checkpoint import checkpoint_app
@@ -108,7 +108,9 @@ def test_a_checkpoint_holds_all_that_a_run_is(folder: Path) -> None:
     assert step.stat().st_mode & 0o777 == 0o750
 
 
-@pytest.mark.parametrize(('data', 'model'), [(1, 4), more(4, 1), more(1, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ('data', 'model'), [(1, 4), exhaustive(4, 1), more(1, 1), exhaustive(2, 2)]
+)
 def test_any_mesh_restores_the_same_bits(folder: Path, data: int, model: int) -> None:
     config = tiny(data, model)
     with on_mesh(config), Checkpoints(folder, config) as checkpoints:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoints import STAGED, equal, make_state, staged
-from support import gather, on_mesh, slow
+from support import exhaustive, gather, on_mesh, slow
 
 from megajax.core.parallel.layer_order import in_model_order, on_stages
 from megajax.core.parallel.layout import Layout
@@ -89,7 +89,9 @@ def sharded_in(memory: str) -> int:
     return sum(x.memory_kind == memory and x.num_devices > 1 for x in shardings)
 
 
-@pytest.mark.parametrize(('stages', 'chunks'), [(2, 3), (3, 2), (4, 2), (2, 4), (4, 4)])
+@pytest.mark.parametrize(
+    ('stages', 'chunks'), [(2, 3), (3, 2), exhaustive(4, 2), exhaustive(2, 4), (4, 4)]
+)
 def test_each_stage_sends_and_receives_a_chunk_in_each_round(stages: int, chunks: int) -> None:
     layout = Layout(
         axes=(('L', ('stage',)),), sizes=(('stage', stages), ('data', 1)), chunks=chunks

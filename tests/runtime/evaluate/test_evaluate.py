@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from checkpoints import laid_out
 from flax import nnx
-from support import graph_of, make_config, on_mesh, random_params, slow, start_token
+from support import exhaustive, graph_of, make_config, on_mesh, random_params, slow, start_token
 from twelve_tokenizers import TWELVE
 
 from megajax.core.config import Config, ConfigError
@@ -57,7 +57,7 @@ class Oracle:
         return list(self(asked))
 
 
-@pytest.mark.parametrize('mesh', [(1, 1), (2, 4)])
+@pytest.mark.parametrize('mesh', [exhaustive((1, 1)), (2, 4)])
 def test_scores_are_the_models_log_probabilities(mesh: tuple[int, int]) -> None:
     config, random = small(*mesh), np.random.default_rng(0)
     asked = [

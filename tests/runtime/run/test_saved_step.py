@@ -7,13 +7,13 @@ from pathlib import Path
 import jax
 import pytest
 from jax.stages import Compiled
+from steps import compiled_step
 from support import make_config
 
 from megajax.analysis.inspect.audit import audit
-from megajax.core.parallel.mesh import concrete, make_mesh
+from megajax.core.parallel.mesh import make_mesh
 from megajax.core.train.compiled_step import CompiledStep, record_step
-from megajax.core.train.feed import abstract_batch
-from megajax.core.train.step import TrainState, init_state, make_train_step
+from megajax.core.train.step import TrainState
 from megajax.runtime.run.saved_step import (
     PROGRAM,
     RECORD,
@@ -23,18 +23,12 @@ from megajax.runtime.run.saved_step import (
     read_step,
 )
 
-CONFIG = make_config(
-    mesh={'data': 2, 'model': 2},
-    model={'vocab_size': 64, 'dropout': 0.0},
-    train={'seq_len': 16},
-)
+CONFIG = make_config('llama', 2, 2)
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture
 def step() -> tuple[Compiled, TrainState]:
-    with jax.set_mesh(make_mesh(2, 2)):
-        state = concrete(jax.eval_shape(lambda: init_state(CONFIG)))
-        return make_train_step(CONFIG).lower(state, abstract_batch(CONFIG)).compile(), state
+    return compiled_step(CONFIG)
 
 
 def recorded(step: tuple[Compiled, TrainState]) -> CompiledStep:
