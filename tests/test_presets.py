@@ -62,7 +62,9 @@ def test_the_heads_of_the_trained_8_3b_model_are_named_and_leave_its_size() -> N
 
 
 def test_a_layout_is_written_among_the_keys_and_comments_of_a_preset_and_read_back() -> None:
-    config = megajax.load('llama3_8b', ['mesh.data=2', 'train.batch_size=16'])
+    config = megajax.load(
+        'llama3_8b', ['mesh.data=2', 'train.batch_size=16', 'model.num_layers=31']
+    )
     plan = megajax.plan(config, gpu='h100', gpus=16)
     before = text_of('llama3_8b')
     after = script.rewritten(before, plan)

@@ -15,10 +15,12 @@ from typer.testing import CliRunner
 
 from megajax.analysis.plan import overlap as plan_overlap
 from megajax.analysis.plan.advice import advice
-from megajax.analysis.plan.planning import plan
+from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.published.tables import OF_2026
+from megajax.analysis.plan.time import step_time
 from megajax.commands.main import app
 from megajax.core.config import ConfigError, load
+from megajax.core.config.overlap_rules import resolved
 from megajax.core.hardware.records import hardware
 
 ROOT = Path(__file__).parents[1]
@@ -330,9 +332,12 @@ def test_the_notebook_has_the_plan_of_this_version() -> None:
 
 def test_the_page_has_the_time_of_a_step_without_nvlink() -> None:
     config = load('llama3_8b', ['mesh.data=1', 'mesh.model=8'])
-    nvlink, pcie = (plan(config, gpu='h100', link=link) for link in (None, 'pcie'))
-    exposed = sum(pcie.communication_share.values())
-    said = f'takes {pcie.seconds / nvlink.seconds:.2f}x as long, and {exposed:.0%} of the step is'
+    nvlink, pcie = (
+        step_time(resolved(config, on_gpu=True), Cluster.of(hardware('h100', link), 8))
+        for link in (None, 'pcie')
+    )
+    exposed = sum(pcie.share(axis) for axis in {*config.mesh.sizes, *pcie.axes})
+    said = f'takes {pcie.total / nvlink.total:.2f}x as long, and {exposed:.0%} of the step is'
     assert f'{said} exposed communication' in PLAN
 
 
