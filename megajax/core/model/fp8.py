@@ -25,7 +25,7 @@ from megajax.core.counts.current_scaling import AMAX
 from megajax.core.counts.declaration import Parameter, Role
 from megajax.core.model.fp32_gradients import Slotted
 from megajax.core.model.per_device import per_device
-from megajax.core.model.product import dot, gather_gradient, output_dims, parse
+from megajax.core.model.product import dot, gather_gradient, input_gradient, parse, weight_gradient
 from megajax.core.model.zero_sharding import gather
 from megajax.core.parallel.layout import Layout
 
@@ -220,9 +220,8 @@ def _backward(
     of_dy = Scaled.of(dy, DY, w, scales, layout, is_current=of_x is None)
     narrow = gather_gradient(of_dy.value, dims, layout)
     weight = gather(cast(w, dtype), dims.w, layout) if at_rest else w
-    dx = dot(narrow, weight, output_dims(narrow, weight, dims), layout(placed), dtype)
-    rows = tuple(range(x.ndim - dims.num_summed))
-    dw = dot(x, narrow, (rows, rows), layout(dims.w), jnp.float32)
+    dx = input_gradient(equation, narrow, weight, layout, dtype, placed)
+    dw = weight_gradient(equation, x, narrow, layout)
     if of_dy.scale is not None:
         scale = scales[X] if kept is None else kept
         dx, dw = divided(dx, of_dy.scale * scales[W]), divided(dw, scale * of_dy.scale)

@@ -72,11 +72,18 @@ def sum_over_shards(y: jax.Array, dims: str, layout: Layout, dtype: DTypeLike) -
 
 
 def input_gradient(
-    equation: str, dy: jax.Array, w: jax.Array, layout: Layout, dtype: DTypeLike
+    equation: str,
+    dy: jax.Array,
+    w: jax.Array,
+    layout: Layout,
+    dtype: DTypeLike,
+    placed: str | None = None,
 ) -> jax.Array:
-    """Return the gradient of x in a matmul whose output dims are not sharded over `model`."""
+    """Return the gradient of x in a matmul, sharded by the dims `placed`, or else like x."""
     dims = parse(equation)
-    return dot(dy, w, output_dims(dy, w, dims), layout(dims.x), dtype)
+    outputs = tuple(range(dims.num_summed, w.ndim))
+    of_dy = tuple(range(dy.ndim - len(outputs), dy.ndim))
+    return dot(dy, w, (of_dy, outputs), layout(placed or dims.x), dtype)
 
 
 def weight_gradient(equation: str, x: jax.Array, dy: jax.Array, layout: Layout) -> jax.Array:
@@ -218,17 +225,6 @@ def gather_gradient(dy: jax.Array, dims: Equation, layout: Layout) -> jax.Array:
         # and slice it. The barrier makes the gathered array a separate value.
         return jax.reshard(lax.optimization_barrier(dy), layout(dims.rows))
     return dy
-
-
-def output_dims(
-    dy: jax.Array, weight: jax.Array, dims: Equation
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the axes of a matmul's output dims, in the result's gradient and in the weight."""
-    num_out = weight.ndim - dims.num_summed
-    return (
-        tuple(range(dy.ndim - num_out, dy.ndim)),
-        tuple(range(dims.num_summed, weight.ndim)),
-    )
 
 
 def dot(
