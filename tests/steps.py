@@ -21,11 +21,13 @@ from support import (
     random_state,
 )
 
+import megajax
 from megajax.core.config import Config
 from megajax.core.train.evaluation import make_eval_step
 from megajax.core.train.feed import abstract_batch, place_batch
 from megajax.core.train.gradients import make_loss_and_gradients
 from megajax.core.train.loss_scale import init_loss_scale
+from megajax.core.train.optimizer import make_optimizer
 from megajax.core.train.step import TrainState, make_train_step
 
 STEPS = 5
@@ -150,7 +152,10 @@ def loss_and_gradients(setting: Setting) -> tuple[float, dict[str, np.ndarray]]:
 
 # Without dropout, with a warm-up, and with clipping to less than the norm of its first gradients.
 CLIPPED = make_config(
-    *('gpt', 2, 2), model={'dropout': 0.0}, optim={'warmup_steps': 4, 'grad_clip': 0.05}
+    *('gpt', 2, 2),
+    model={'dropout': 0.0},
+    train={'microbatches': 2},
+    optim={'shard': 'weights', 'warmup_steps': 4, 'grad_clip': 0.05},
 )
 
 
@@ -159,6 +164,21 @@ def step_of(config: Config) -> Any:
     """The training step of a config, compiled once for all tests of a process."""
     with on_mesh(config):
         return make_train_step(config)
+
+
+@functools.cache
+def own_step_of(config: Config) -> Any:
+    """The loss, the gradients and the updated parameters of a training loop of one's own."""
+    with on_mesh(config):
+        optimizer = make_optimizer(config)
+
+    @jax.jit
+    def step(params: Any, opt_state: Any, batch: Any) -> Any:
+        loss, gradients = jax.value_and_grad(megajax.loss)(params, batch, config)
+        updates, _ = optimizer.update(gradients, opt_state, params)
+        return loss, gradients, optax.apply_updates(params, updates)
+
+    return step
 
 
 class Training(NamedTuple):

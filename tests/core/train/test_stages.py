@@ -50,7 +50,7 @@ SP = {'sequence_parallel': True}
 @pytest.mark.parametrize(
     'setting',
     [
-        staged('llama', 2, model=2, **SP),
+        exhaustive(staged('llama', 2, model=2, **SP)),
         exhaustive(staged('both_norms', 2, model=2, data=2, shard='optimizer', **SP)),
         exhaustive(staged('llama', 2, 2, model=2, data=2, **SP)),
         exhaustive(staged('windows', 2, model=2, **SP, num_layers=6)),
@@ -79,6 +79,15 @@ SP = {'sequence_parallel': True}
 def test_loss_and_gradients_are_those_without_stages(setting: Setting) -> None:
     (expected_loss, expected), (loss, gradients) = map(
         loss_and_gradients, (setting.in_one_part, setting)
+    )
+    assert relative_error(loss, expected_loss) <= LIMIT
+    assert_close(gradients, expected, LIMIT)
+
+
+def test_loss_and_gradients_are_those_of_one_device() -> None:
+    setting = staged('llama', 2, model=2, **SP)
+    (expected_loss, expected), (loss, gradients) = map(
+        loss_and_gradients, (setting.on_one_device._replace(microbatches=1), setting)
     )
     assert relative_error(loss, expected_loss) <= LIMIT
     assert_close(gradients, expected, LIMIT)

@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.stages import Wrapped
-from steps import CLIPPED, step_of
+from steps import CLIPPED, own_step_of, step_of
 from support import (
     assert_close,
     by_name,
@@ -25,6 +25,7 @@ from support import (
     slow,
 )
 
+import megajax
 from megajax.core.config import Config, OptimConfig
 from megajax.core.counts.declaration import Parameter, Role
 from megajax.core.train.evaluation import make_eval_step
@@ -82,6 +83,7 @@ def test_recomputation_changes_nothing(recompute):
 
 
 def test_every_step_and_every_row_has_its_own_dropout_and_no_other():
+    """Also in a training loop of one's own."""
     config = make_config()
     tokens = np.tile(np.arange(32, dtype=np.int32), (8, 1))
     with on_mesh(config):
@@ -95,6 +97,10 @@ def test_every_step_and_every_row_has_its_own_dropout_and_no_other():
 
         losses = sorted(loss_of_row(row, number) for number in (0, 1) for row in range(8))
         assert loss_of_row(0, 0) == loss_of_row(0, 0)
+        own = jax.jit(lambda params, batch: megajax.loss(params, batch, config, step=1))
+        batch = place_batch(make_batch(config))
+        expected = float(loss(state._replace(step=jnp.int32(1)), batch))
+        assert float(own(state.params, batch)) == pytest.approx(expected, rel=1e-6)
     assert min(np.diff(losses)) > 1e-5
 
 
@@ -103,7 +109,7 @@ def test_a_step_reports_the_loss_norm_and_rate_that_it_used_clips_and_deletes_th
     with on_mesh(config):
         old, batch = random_state(config), place_batch(make_batch(config))
         nll_sum = float(make_eval_step(config)(old.params, batch)['nll'])
-        (loss, _), gradients = function(config)(old.params, batch, jax.random.key(0))
+        loss, gradients, _ = own_step_of(config)(old.params, old.opt_state, batch)
         gradients = gather(gradients)
         new, metrics = step_of(config)(old, batch)
         assert all(x.is_deleted() for x in jax.tree.leaves(old))
