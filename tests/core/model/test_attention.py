@@ -132,7 +132,9 @@ def attention(kv_heads: int, shards: int) -> tuple[np.ndarray, dict[str, np.ndar
         layer = Attention(config.model, parameters, key=jax.random.key(0))
         graph, params = nnx.split(layer)
         x_BSD, weight_BSD = (
-            jax.device_put(np.float32(np.random.default_rng(seed).normal(size=(2, 32, 64))), layout('BSD'))
+            jax.device_put(
+                np.float32(np.random.default_rng(seed).normal(size=(2, 32, 64))), layout('BSD')
+            )
             for seed in (1, 2)
         )
         bias = params['qkv']['bias']

@@ -31,8 +31,8 @@ from support import (
 from megajax.core.config import Config
 from megajax.core.model import fp8
 from megajax.core.parallel.layout import Layout
-from megajax.core.train.feed import place_batch
 from megajax.core.train import first_step
+from megajax.core.train.feed import place_batch
 from megajax.core.train.first_step import Calibration, with_scales
 from megajax.core.train.gradients import make_gradients
 from megajax.core.train.guard import USUAL_STEPS, Guard, init_guard
