@@ -1,6 +1,7 @@
 """The loss on logits that are split over the vocabulary, against float64 on whole ones."""
 
 import functools
+import inspect
 import math
 
 import jax
@@ -27,30 +28,40 @@ every_place = pytest.mark.parametrize('place', PLACES, ids=['1x1', '2x4', '2x4-s
 TERMS = [(0.0, 0.0), (0.1, 0.0), (0.0, 1e-2), (0.3, 1e-2)]
 
 
-def sums_and_gradients(place, smoothing=0.0, z_loss=0.0, scale=1.0):
-    """(objective, nll), and the gradients of the objective by x and head; each data shard by
-    itself, as in the train step.
-    """
-    config = make_config(
+def config_of(place, smoothing, z_loss):
+    return make_config(
         'gpt',
         *place[:2],
         sequence_parallel=place[2],
         loss={'label_smoothing': smoothing, 'z_loss': z_loss},
     )
-    layout = Layout.of(config).per_shard
-    loss = Loss.of(config, layout)
+
+
+@functools.cache
+def compiled(place, smoothing, z_loss):
+    """(objective, nll), and the gradients of the objective by x and head, of each data shard."""
+    config = config_of(place, smoothing, z_loss)
     per_shard = jax.vmap(
-        jax.value_and_grad(loss, argnums=(0, 1), has_aux=True),
+        jax.value_and_grad(
+            Loss.of(config, Layout.of(config).per_shard), argnums=(0, 1), has_aux=True
+        ),
         in_axes=(0, None, 0, 0),
         spmd_axis_name='data',
     )
+    return jax.jit(per_shard)
+
+
+def sums_and_gradients(place, smoothing=0.0, z_loss=0.0, scale=1.0, function=compiled):
+    """The sums and gradients of all data shards, each by itself as in the train step."""
+    config = config_of(place, smoothing, z_loss)
+    layout = Layout.of(config).per_shard
 
     def by_shard(x: np.ndarray, *spec: str | None) -> jax.Array:
         return jax.device_put(x.reshape(place[0], -1, *x.shape[1:]), jax.P('data', None, *spec))
 
     with on_mesh(config):
         head_Vd = jax.device_put(HEAD, layout('VD'))
-        (objective, nll), (dx, dhead) = jax.jit(per_shard)(
+        (objective, nll), (dx, dhead) = function(place, smoothing, z_loss)(
             by_shard(scale * X, *layout('TD')),
             head_Vd,
             by_shard(LABEL, None),
@@ -97,12 +108,12 @@ def test_loss_and_gradients_are_those_of_optax_in_float64(place, smoothing, z_lo
 
 @every_place
 def test_chunks_change_nothing(place, monkeypatch):
-    whole = sums_and_gradients(place, 0.1, 1e-2)
+    whole = sums_and_gradients(place, *TERMS[-1])
     chunks = []
     split = loss_module._chunks
     monkeypatch.setattr('megajax.core.counts.chunks.CPU_CHUNK_BYTES', 1)
     monkeypatch.setattr(loss_module, '_chunks', lambda *a: chunks.append(split(*a)) or chunks[-1])
-    chunked = sums_and_gradients(place, 0.1, 1e-2)
+    chunked = sums_and_gradients(place, *TERMS[-1], function=inspect.unwrap(compiled))
     assert len(chunks[0][0]) == (
         LENGTH // 4 if place[2] else LENGTH
     )  # a token of each sequence shard at a time
@@ -140,13 +151,13 @@ def test_the_fewest_chunks_are_made_whose_logits_fit(
 
 @every_place
 def test_extreme_logits_stay_finite(place):
-    sums, gradients = sums_and_gradients(place, 0.1, 1e-2, scale=1e4)
+    sums, gradients = sums_and_gradients(place, *TERMS[-1], scale=1e4)
     assert np.abs(1e4 * X @ HEAD.T).max() > 1e5
     assert all(np.isfinite(x).all() for x in (*sums, *gradients))
     assert sums[1] > 1e5
 
 
-@pytest.mark.parametrize('place', [(1, 1, False), (1, 4, False)], ids=['1x1', '1x4'])
+@pytest.mark.parametrize('place', [(1, 1, False), (2, 4, True)], ids=['1x1', '2x4-sp'])
 def test_a_token_that_does_not_count_has_no_gradient(place):
-    _, (dx, _) = sums_and_gradients(place, 0.1, 1e-2)
+    _, (dx, _) = sums_and_gradients(place, *TERMS[-1])
     np.testing.assert_array_equal(dx.any(-1), WEIGHT != 0)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import make_config, on_mesh, relative_error
+from support import exhaustive, make_config, on_mesh, relative_error
 
 from megajax.core.config import Config, load
 from megajax.core.counts.parameters import parameters
@@ -35,11 +35,11 @@ def by_hand(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, eps: flo
 @pytest.mark.parametrize(
     ('shards', 'sizes'),
     [
-        (1, {}),
+        exhaustive(1, {}),
         (2, {}),
-        (4, {}),
-        (2, {'zero_centered_norm': True}),
-        (2, {'norm': 'layernorm'}),
+        exhaustive(4, {}),
+        exhaustive(2, {'zero_centered_norm': True}),
+        exhaustive(2, {'norm': 'layernorm'}),
         (4, {'norm': 'layernorm', 'zero_centered_norm': True}),
     ],
 )

@@ -40,7 +40,7 @@ def written_forward(setting: Setting) -> list[Any]:
     return next(written_by_loops(program.jaxpr))
 
 
-@pytest.mark.parametrize('num_layers', [4, 5])
+@pytest.mark.parametrize('num_layers', [exhaustive(4), 5])
 def test_full_recomputation_saves_the_inputs_of_a_patterns_layers_and_no_weights(
     num_layers: int,
 ) -> None:
@@ -51,8 +51,10 @@ def test_full_recomputation_saves_the_inputs_of_a_patterns_layers_and_no_weights
     assert written == 4 * 4 * tokens * config.model.hidden_size
 
 
-@pytest.mark.parametrize('recompute', ['none', 'selective'])
-@pytest.mark.parametrize('num_layers', [4, 5])
+@pytest.mark.parametrize(
+    ('num_layers', 'recompute'),
+    [(4, 'none'), exhaustive(4, 'selective'), exhaustive(5, 'none'), (5, 'selective')],
+)
 def test_a_loop_over_a_pattern_saves_no_weights(num_layers: int, recompute: str) -> None:
     setting = Setting('sinks', 1, 1, recompute=recompute, num_layers=num_layers)
     with on_mesh(setting.config):

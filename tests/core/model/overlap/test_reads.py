@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import jax
 import pytest
-from support import make_batch, make_config, on_mesh
+from support import exhaustive, make_batch, make_config, on_mesh
 
 from megajax.core.config import Config
 from megajax.core.model.block import Block
@@ -42,10 +42,18 @@ def add_parameter(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(Block, '__init__', with_another)
 
 
+PARTS, SEPARATE = {'overlap': 'sequence_split'}, {'overlap': 'none', 'unroll': True}
+NAMES = 'gain', 'attention.gain', 'mlp.gain', 'mlp.matrix'
+
+
 @pytest.mark.parametrize(
-    'train', [{'overlap': 'sequence_split'}, {'overlap': 'none', 'unroll': True}]
+    ('name', 'train'),
+    [
+        *((name, PARTS) for name in NAMES),
+        *(exhaustive(name, SEPARATE) for name in NAMES[:-1]),
+        (NAMES[-1], SEPARATE),
+    ],
 )
-@pytest.mark.parametrize('name', ['gain', 'attention.gain', 'mlp.gain', 'mlp.matrix'])
 def test_a_parameter_that_no_step_of_the_schedule_reads_is_an_error_that_names_it(
     name: str, train: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
