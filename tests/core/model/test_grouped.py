@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import exhaustive
 
 from megajax.core.counts.expert_rows import block_rows
 from megajax.core.model.grouped import (
@@ -99,7 +100,7 @@ def test_the_padding_gives_zeros_whatever_it_contains(expert_n: np.ndarray) -> N
     assert np.all(np.isnan(y_RF[~is_padding]))
 
 
-@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
+@pytest.mark.parametrize('dtype', ['bfloat16', exhaustive('float16')])
 def test_rows_keep_their_dtype_and_sums_over_rows_are_in_fp32(dtype: str) -> None:
     random = np.random.default_rng(0)
     groups = grouped(np.zeros(512, np.int32), 2, block=BLOCK)

@@ -14,14 +14,16 @@ from megajax.runtime.generate.sampling import head_logits
 
 @pytest.mark.parametrize('dtype', [jnp.bfloat16, jnp.float32])
 def test_a_row_alone_is_multiplied_as_it_is_beside_others(dtype: jnp.dtype) -> None:
-    x_BSD = jax.random.normal(jax.random.key(0), (4, 1, 64), dtype)
-    w_DF = jax.random.normal(jax.random.key(1), (64, 96), dtype)
+    random, layout = np.random.default_rng(0), Layout()
+    x_BSD, w_DF = (random.normal(size=shape).astype(dtype) for shape in ((4, 1, 64), (64, 96)))
+
+    @jax.jit
+    def products(x_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits = head_logits(x_BSD[:, 0], jnp.asarray(w_DF).T, layout)
+        return product('BSD,DF->BSF', x_BSD, jnp.asarray(w_DF), layout, dtype), logits
+
     with jax.set_mesh(make_mesh()):
-        layout = Layout()
-        every = product('BSD,DF->BSF', x_BSD, w_DF, layout, dtype)
-        alone = product('BSD,DF->BSF', x_BSD[:1], w_DF, layout, dtype)
-        logits = head_logits(x_BSD[:, 0], w_DF.T, layout)
-        of_one = head_logits(x_BSD[:1, 0], w_DF.T, layout)
+        (every, logits), (alone, of_one) = products(x_BSD), products(x_BSD[:1])
     assert alone.shape == (1, 1, 96)
     np.testing.assert_allclose(*(np.float32(y) for y in (alone, every[:1])), rtol=1e-2, atol=1e-5)
     np.testing.assert_allclose(of_one, logits[:1], rtol=1e-5, atol=1e-5)

@@ -84,7 +84,7 @@ def test_relevance_learns_from_the_regions_with_detail_and_from_no_other():
     np.testing.assert_array_equal(np.asarray(gradient) != 0, np.array(LEVEL) > 0)
 
 
-@pytest.mark.parametrize('mesh', [(2, 4), (8, 1), (1, 8)])
+@pytest.mark.parametrize('mesh', [(2, 4), exhaustive((8, 1)), exhaustive((1, 8))])
 def test_levels_communicate_nothing(mesh):
     _, patches = picture(2, 1)
     rows = np.repeat(patches[None], 8, 0)
