@@ -195,8 +195,8 @@ class Checkpoints:
         parts = _parts(state)
         self._padded = changed_shapes(parts, unpadded(parts, Layout.of(self.config)))
         since = None if due == step else due
-        self._saving = self._record(step, due=since, validation_loss=validation_loss, **place)
-        self._losses.begin(step, validation_loss)
+        loss = self._losses.begin(step, validation_loss)
+        self._saving = self._record(step, due=since, validation_loss=loss, **place)
         self._folders.renew(step)
         error: Exception | None = self._folders.write_error()
         if not from_all(error is not None).any():
@@ -242,6 +242,7 @@ class Checkpoints:
         self._manager.reload()
         self._verified, self._failed = step if self._verified == step else None, None
         self._due.forget()
+        self._losses.forget_noted()
 
     def close(self, *, final: bool = False) -> None:
         """Wait until the save in progress is on disk.

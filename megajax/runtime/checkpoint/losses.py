@@ -20,6 +20,7 @@ class ValidationLosses:
         self.folder = folder
         self._losses: dict[int, float | None] = {}
         self._unwritten: dict[int, float] = {}
+        self._last_noted: tuple[int, float] | None = None
 
     def of(self, step: int) -> float | None:
         """The validation loss at a step; None if it was not measured or its record is damaged."""
@@ -30,13 +31,27 @@ class ValidationLosses:
                 self._losses[step] = None
         return self._losses[step]
 
-    def begin(self, step: int, loss: float | None) -> None:
-        """Remember the loss that the record of `step` contains; the save of `step` begins."""
+    def begin(self, step: int, loss: float | None) -> float | None:
+        """Return the loss that the record of `step` is to contain; the save of `step` begins.
+
+        If `loss` is None, it is the loss that was noted last, if that is of this step.
+        """
+        if loss is None and self._last_noted is not None and self._last_noted[0] == step:
+            loss = self._last_noted[1]
         self._losses[step] = loss
+        return loss
+
+    def forget_noted(self) -> None:
+        """Forget the loss that was noted last; the run returns to an earlier step."""
+        self._last_noted = None
 
     def note(self, step: int, loss: float) -> None:
-        """Store the loss of `step`, measured after its save began, until `write` writes it."""
+        """Store the loss of `step`, measured after its save began, until `write` writes it.
+
+        If `step` was not due to be saved, a save of it that begins now gets the loss.
+        """
         self._losses[step] = self._unwritten[step] = loss
+        self._last_noted = step, loss
 
     def write(self) -> None:
         """Write the noted losses of finished steps, and drop the losses of all other steps."""

@@ -291,6 +291,19 @@ def test_a_loss_that_is_measured_after_the_save_is_kept_beside_it(folder: Path) 
     assert CliRunner().invoke(checkpoint_app, ['verify', str(folder.parent)]).exit_code == 0
 
 
+def test_a_loss_that_is_measured_before_the_save_is_kept_unless_the_run_goes_back(
+    folder: Path,
+) -> None:
+    with Checkpoints(folder, tiny(checkpoint={'keep': 9})) as checkpoints:
+        checkpoints.note_validation_loss(3, 0.5)
+        checkpoints.save(make_state(tiny(), 3), 3)
+        checkpoints.note_validation_loss(4, 0.7)
+        checkpoints.delete_after(3)
+        checkpoints.save(make_state(tiny(), 4), 4)
+        assert [checkpoints.is_evaluated(step) for step in (3, 4)] == [True, False]
+    assert [read_record(folder / name).validation_loss for name in '34'] == [0.5, None]
+
+
 @pytest.mark.faults
 def test_objects_in_the_folder_are_never_executed(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture

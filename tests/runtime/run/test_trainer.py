@@ -278,8 +278,9 @@ def test_after_a_skipped_step_the_checkpoint_that_was_due_is_saved_evaluated_and
     assert [line['step'] for line in lines if 'validation_loss' in line] == [0, 2, 6, 8, 10, 12]
 
 
+@pytest.mark.parametrize('every', [1, 8])
 def test_a_sample_that_fails_loses_no_loss_and_is_not_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def sample(sampler: Sampler, step: int, *_: Any) -> None:
         raise MemoryError(f'of the sample after {step}')
@@ -288,7 +289,9 @@ def test_a_sample_that_fails_loses_no_loss_and_is_not_repeated(
     count_tokens(monkeypatch)
     folder = write_run(tmp_path, CONFIG, split='1,0,0')
     keys = 'data.split=9,1,0', 'train.eval_every=4', 'train.sample_prompts=["a"]'
-    config = load(folder / 'small.yaml', [f'run.dir={folder}/run', *keys])
+    config = load(
+        folder / 'small.yaml', [f'run.dir={folder}/run', f'checkpoint.every={every}', *keys]
+    )
     for step in (4, 8):
         with pytest.raises(MemoryError, match=f'after {step}'):
             run(config, name='small')
