@@ -32,6 +32,9 @@ class Site(Result):
     a: float | None = Field(description='the value at that place in A')
     b: float | None = Field(description='the value at that place in B')
     same_bits: bool
+    both_not_finite: bool = Field(
+        default=False, description='whether a number is NaN or infinite on both sides'
+    )
     note: str = Field(default='', description='the reason if the two cannot be compared')
 
     @property
@@ -199,6 +202,7 @@ def _site(
         a=float(a[place]) if a.size else None,
         b=float(b[place]) if b.size else None,
         same_bits=np.array_equal(a.view(np.uint32), b.view(np.uint32)),
+        both_not_finite=not (np.isfinite(a) | np.isfinite(b)).all(),
     )
 
 

@@ -1,6 +1,6 @@
 """Render a comparison as text for a terminal."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from rich.console import Group, RenderableType
@@ -10,6 +10,7 @@ from rich.text import Text
 from megajax.analysis.compare.difference import Comparison, Site
 from megajax.base.render.console import number_columns, open_table, text_columns
 from megajax.base.render.folded import Folded
+from megajax.base.render.units import count
 
 MAX_WEIGHTS = 3  # names shown of weights that differ
 SAME = 'bit-identical'
@@ -39,13 +40,22 @@ def verdict(comparison: Comparison) -> str:
         size = first.note or f'{first.error:.1e} (limit {first.limit:.0e})'
         return f'first difference: {_title(first)}, {size}'
     if comparison.same_bits:
-        return f'{SAME}: all {len(sites)} sites'
+        return f'{SAME}: all {len(sites)} sites{_not_finite(sites)}'
     worst = max(sites, key=lambda site: site.error / site.limit if site.limit else site.error)
     same = sum(site.same_bits for site in sites)
     return (
         f'equal within {worst.limit:.0e}: the largest difference is {worst.error:.1e}, '
-        f'{_title(worst)}; {same} of {len(sites)} sites {SAME}'
+        f'{_title(worst)}; {same} of {len(sites)} sites {SAME}{_not_finite(sites)}'
     )
+
+
+def _not_finite(sites: Sequence[Site]) -> str:
+    """Return which sites prove little, because both sides have NaN or infinities there."""
+    found = [site for site in sites if site.both_not_finite]
+    if not found:
+        return ''
+    more = f' and {count(len(found) - 1, "more site")}' if len(found) > 1 else ''
+    return f', but numbers of {_title(found[0])}{more} are NaN or infinite on both sides'
 
 
 def _title(site: Site) -> str:

@@ -60,6 +60,18 @@ def test_what_is_not_a_number_is_equal_only_to_itself() -> None:
         assert read.model_dump_json() == written
 
 
+def test_a_verdict_names_what_is_not_finite_on_both_sides() -> None:
+    broken, near = recording(1, np.nan), recording(1 + 1e-7, np.nan)
+    more = dataclasses.replace(broken, gradients={'norm.weight': np.full(2, np.inf, np.float32)})
+    proof = ', but numbers of {} are NaN or infinite on both sides'
+    site = 'embedding forward'
+    assert verdict(compare_recordings(broken, broken)).endswith(proof.format(site))
+    assert verdict(compare_recordings(broken, near)).endswith(proof.format(site))
+    assert verdict(compare_recordings(more, more)).endswith(proof.format(f'{site} and 1 more site'))
+    assert 'both sides' not in verdict(compare_recordings(recording(1), recording(1)))
+    assert 'both sides' not in verdict(compare_recordings(broken, recording(1, 2)))
+
+
 def test_a_gradient_that_is_all_rounding_is_relative_to_the_others() -> None:
     assert (
         compare_recordings(recording(1, gradient=1e-9), recording(1, gradient=-1e-9)).first is None
