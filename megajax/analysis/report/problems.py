@@ -11,6 +11,7 @@ from megajax.analysis.report.read import METRICS, RunData
 from megajax.analysis.report.run_facts import Facts
 from megajax.base.render.units import count, duration, rounded
 from megajax.runtime.checkpoint.record import config_differences
+from megajax.runtime.run.clock import SUMMARY
 from megajax.runtime.run.log.report import IDLE_STEPS, idle_experts
 from megajax.runtime.run.stall_report import NO_PROGRESS
 from megajax.runtime.run.watchdog import LOG
@@ -20,6 +21,9 @@ WORTH_SAYING = 0.01  # slow steps that cost more than this share of all step tim
 BEHIND = 0.1  # a process is reported if it is behind by more than this share of the median step
 WORSE = 0.02  # the last validation loss is reported if it exceeds the best by more than this share
 NOTHING = 'Nothing: no skipped steps, no restarts, no lost time.'
+WITHOUT_SUMMARY = (
+    f'Nothing: no skipped steps. There is no {SUMMARY}, so restarts and lost time are unknown.'
+)
 SHOWN = 8  # most steps in a table
 # Most bytes of a line and most lines that are read of the watchdog's log, which has many stacks.
 MAX_LINE, MAX_LINES = 4096, 1_000_000
@@ -60,7 +64,7 @@ def section(runs: Sequence[Facts]) -> Html:
         items = (
             element('ul', *(element('li', fault) for fault in found))
             if found
-            else element('p', NOTHING, class_='good')
+            else element('p', NOTHING if facts.run.summary else WITHOUT_SUMMARY, class_='good')
         )
         parts += [
             element('h3', facts.run.name) if len(runs) > 1 else Html(),

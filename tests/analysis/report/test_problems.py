@@ -5,7 +5,7 @@ from pathlib import Path
 
 from analysis.report.small_runs import facts_of
 
-from megajax.analysis.report.problems import faults
+from megajax.analysis.report.problems import faults, section
 from megajax.analysis.report.read import Checkpoint
 from megajax.runtime.run.stall_report import Place, _tell_half
 from megajax.runtime.run.watchdog import LOG
@@ -35,6 +35,18 @@ def test_a_last_validation_loss_that_is_not_finite_is_a_fault(tmp_path: Path) ->
     assert not [fault for fault in said if 'No validation loss' in fault or 'rose' in fault]
     said = [*faults(facts_of(tmp_path, {'step': 3, 'loss': 2.0}, *lines[:3]))]
     assert 'The validation loss rose from its best of 2.500 at step 0 to 3.000.' in said
+
+
+def test_restarts_that_are_not_known_are_not_denied(tmp_path: Path) -> None:
+    steps = facts_of(tmp_path, {'step': 1, 'loss': 1.0}).run.config.train.steps
+    lines = {'step': steps, 'loss': 1.0}, {'step': steps, 'validation_loss': 1.0}
+    facts = facts_of(tmp_path, *lines)
+    saved = Checkpoint(step=steps, record=None, bytes=0, fault=None)
+    run = replace(facts.run, checkpoints=[saved])
+    assert [*faults(replace(facts, run=run))] == []
+    assert 'restarts and lost time are unknown' in str(section([replace(facts, run=run)]))
+    known = replace(run, summary={'starts': 1, 'seconds': {'lost': 0}})
+    assert 'no restarts, no lost time' in str(section([replace(facts, run=known)]))
 
 
 def test_a_resume_repeats_the_steps_since_the_newest_complete_checkpoint(tmp_path: Path) -> None:
