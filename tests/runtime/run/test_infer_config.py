@@ -107,9 +107,8 @@ def test_a_changed_key_of_the_data_lets_a_run_resume_again_and_again(
     )
     first = start(config(**before), tmp_path / 'run')
     assert first
-    for after in others:
-        for keys in (after, after, before, before):
-            assert start(config(**keys), tmp_path / 'run') == first
+    for keys in (*(x for after in others for x in (after, after, before)), before):
+        assert start(config(**keys), tmp_path / 'run') == first
 
 
 def test_a_changed_remote_file_is_read_with_the_tokenizer_of_the_run_if_that_is_allowed(
