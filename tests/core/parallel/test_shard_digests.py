@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import exhaustive
 from jax import P
 from jax.sharding import NamedSharding
+from support import exhaustive
 
 from megajax.core.parallel.mesh import make_mesh
 from megajax.core.parallel.rotated_mesh import copy_rotated, rotated
