@@ -58,7 +58,7 @@ class StepTimes:
         """
         if ahead is not None:
             end = min(end, ahead.previous_end)
-            overlap = min(end, ahead.after_batch) - ahead.start
+            overlap = max(0.0, min(end, ahead.after_batch) - ahead.start)
             self._clock.move(overlap, 'data_wait', 'productive')
         start, self._last_end = max(done.start, self._last_end), end
         times = Times(end - start - done.replay, max(0.0, done.after_batch - start))

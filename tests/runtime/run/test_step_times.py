@@ -120,6 +120,16 @@ def test_a_batch_that_comes_during_a_step_costs_nothing(monkeypatch: pytest.Monk
     assert (clock.seconds('productive'), clock.seconds('lost')) == pytest.approx((1.0, 1.0))
 
 
+def test_the_time_between_a_step_and_the_wait_for_the_next_batch_is_no_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = clock_with(monkeypatch, data_wait=0.2, productive=1.0, checkpoint=0.5)
+    first, second = Dispatched(1, {}, 0.0, 0.0), Dispatched(2, {}, 1.5, 1.7)
+    assert StepTimes(clock).complete(first, 1.0, second, taken=True) == pytest.approx((1.0, 0.0))
+    assert clock.seconds('data_wait', 'productive') == pytest.approx(1.2)
+    assert clock.seconds('data_wait') == pytest.approx(0.2)
+
+
 class Loss:
     """A loss that is ready a tenth of a second from now."""
 
