@@ -48,7 +48,7 @@ def write_config(folder: Path, run_dir: str) -> None:
     ('arguments', 'variable', 'expected'),
     [
         (['my.yaml'], '', 'runs/a folder'),
-        exhaustive(['my.yaml'], '/shared/run', '/shared/run'),
+        (['my.yaml'], '/shared/run', '/shared/run'),
         (['my.yaml', 'run.dir=runs/b'], '/shared/run', 'runs/b'),
         (['my.yaml', 'run.dir=null'], '', '{here}/runs/megajax-7'),
         exhaustive(['tiny'], '', '{here}/runs/megajax-7'),
