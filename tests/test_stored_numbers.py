@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from megajax.analysis.plan import overlap as plan_overlap
 from megajax.analysis.plan.advice import advice
 from megajax.analysis.plan.network import Cluster
+from megajax.analysis.plan.planning import plan
 from megajax.analysis.plan.published.tables import OF_2026
 from megajax.analysis.plan.time import step_time
 from megajax.commands.main import app
@@ -319,6 +320,7 @@ def test_the_page_has_the_sizes_of_the_searches() -> None:
     assert f'of {before} layouts took {first} and {second} CPU seconds on an idle Xeon' in PLAN
 
 
+@pytest.mark.slow
 def test_the_notebook_has_the_plan_of_this_version() -> None:
     path = ROOT / 'notebooks/03_is_tensor_parallelism_worth_it.ipynb'
     (cell,) = (
