@@ -50,11 +50,14 @@ def how_to_trace(run: Path, config: Config, *, done: int, steps: int = 3) -> str
     first = 0 if has_ended else done
     steps = min(steps, total - first)
     start = first + min(WARM, total - first - steps)
-    keys = typed(f'train.profile={{start: {start}, steps: {steps}}}')
+    profile = f'train.profile={{start: {start}, steps: {steps}}}'
     if not has_ended:
-        return f'megajax train {typed_override("run.dir", run)} {keys}'
-    other = f'{typed(run / CONFIG)} {typed_override("run.dir", f"{run}_traced")}'
-    return f'megajax train {other} {keys}, and stop it after step {start + steps}'
+        return f'megajax train {typed_override("run.dir", run)} {typed(profile)}'
+    other = f'{run}_traced'
+    return (
+        f'megajax train {typed(run / CONFIG)} {typed_override("run.dir", other)} {typed(profile)}, '
+        f'and stop it after step {start + steps}'
+    )
 
 
 class Profiler:
