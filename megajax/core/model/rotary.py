@@ -26,14 +26,14 @@ def rotate(
     numbers].
     """
     position = jnp.arange(q_RSNH.shape[1])[None] if position_RS is None else position_RS
-    numbers = position[..., None] if position.ndim == 2 else position
-    frequency = position_frequencies(config)
-    if position.ndim == 2:  # all numbers of a position are the same
-        frequency = frequency.sum(0, keepdims=True)
-    angle = sum(
-        numbers[:, :, i, None, None].astype(jnp.float32) * frequency[None, None, i, None]
-        for i in range(len(frequency))
-    )
+    position = position.astype(jnp.float32)
+    if position.ndim == 3:
+        of_each = position_frequencies(config)
+        angle = sum(position[:, :, i, None] * of_each[None, None, i] for i in range(len(of_each)))
+    else:  # all numbers of a position are the same
+        frequency = frequencies(config.rotary_dim, config.rope_theta, config.rope_scaling)
+        angle = position[:, :, None] * frequency[None, None]
+    angle = jnp.expand_dims(angle, 2)  # the same for all heads
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     scaling = config.rope_scaling
     if scaling is not None and scaling.attention_factor != 1:
