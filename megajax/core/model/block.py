@@ -1,6 +1,6 @@
 """A transformer layer: two sublayers (`sublayer.py`)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -46,23 +46,19 @@ class Block(nnx.Module):
             self.experts = Experts(config, parameters['experts'], key=mlp_key)
 
     @classmethod
-    def stacked(
-        cls,
-        config: ModelConfig,
-        parameters: Parameters,
-        key_L: jax.Array,
-        layers: Sequence[int],
-    ) -> Self:
-        """Return the layers with these indices, stacked, given the key of each.
+    def stacked(cls, config: ModelConfig, parameters: Parameters, *, key: jax.Array) -> Self:
+        """Return the layers of a model, stacked, in the order of the stages.
 
         The first dim of each sublayer's arrays is the layers that have this sublayer.
         """
-        layout = parameters.layout
+        layout, count = parameters.layout, parameters.sizes['L']
+        layers = layout.layer_order(count)
+        key_L = jax.random.split(key, count)[np.array(layers)]
 
         def make(of_layer: Callable[[jax.Array], Module], stack: Stack) -> Module:
             own = {*layers_of(config, stack.dim)}
             places = np.array([place for place, layer in enumerate(layers) if layer in own])
-            keys = key_L if len(places) == len(layers) else key_L[places]
+            keys = key_L if len(places) == count else key_L[places]
             keys = jax.reshard(keys, layout(stack.dim))
             return jax.vmap(of_layer)(keys)
 

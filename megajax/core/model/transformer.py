@@ -1,8 +1,11 @@
 """The transformer (embedding, a stack of blocks, norm) and the two models that add heads to it."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from megajax.core.config import ModelConfig
@@ -31,6 +34,7 @@ from megajax.core.model.vision import Encoder
 from megajax.core.parallel.layer_order import require_model_order
 from megajax.core.parallel.layout import Layout
 
+Module = TypeVar('Module')
 # none of these numbers is an index by which a model's key is split
 VISION, CROSS, RELEVANCE = 7, 8, 9
 
@@ -52,31 +56,17 @@ class Transformer(nnx.Module):
         self.embedding = VocabParallelEmbedding(
             parameters['embedding'], key=embedding_key, scale=config.embedding_scale
         )
-        type_key, *_ = _bert_keys(key)
-        learned, typed = 'position' in parameters, 'token_type' in parameters
-        self.position = (
-            PositionEmbedding(parameters['position'], key=position_key) if learned else None
-        )
-        self.token_type = (
-            TokenTypeEmbedding(parameters['token_type'], key=type_key) if typed else None
-        )
-        order = layout.layer_order(config.num_layers)
-        keys = jax.random.split(layers_key, config.num_layers)[np.array(order)]
-        self.layers = Block.stacked(config, parameters['layers'], keys, order)
-        vision_key = jax.random.fold_in(key, VISION)
-        self.vision = None if config.vision is None else Encoder(config, key=vision_key)
-        cross_key = jax.random.fold_in(key, CROSS)
-        self.cross = (
-            CrossAttention(config, parameters['cross'], key=cross_key)
-            if 'cross' in parameters
-            else None
-        )
-        relevance_key = jax.random.fold_in(key, RELEVANCE)
-        self.relevance = (
-            RelevanceNetworks(config, parameters['relevance'], key=relevance_key)
-            if 'relevance' in parameters
-            else None
-        )
+        fold_in = partial(jax.random.fold_in, key)
+
+        def maybe(name: str, make: Callable[..., Module], key: jax.Array) -> Module | None:
+            return make(parameters[name], key=key) if name in parameters else None
+
+        self.position = maybe('position', PositionEmbedding, position_key)
+        self.token_type = maybe('token_type', TokenTypeEmbedding, _bert_keys(key)[0])
+        self.layers = Block.stacked(config, parameters['layers'], key=layers_key)
+        self.vision = None if config.vision is None else Encoder(config, key=fold_in(VISION))
+        self.cross = maybe('cross', partial(CrossAttention, config), fold_in(CROSS))
+        self.relevance = maybe('relevance', partial(RelevanceNetworks, config), fold_in(RELEVANCE))
         self.norm = make_norm(config, parameters['norm'])
 
     def embed(self, token_BS: jax.Array, dtype: str, rows: Rows = NO_ROWS) -> jax.Array:
