@@ -1,6 +1,7 @@
 """Vocabulary-parallel embedding, learned positions, and BERT's token types."""
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +37,8 @@ class VocabParallelEmbedding(nnx.Module):
         `vector_BSD` is `rows`: `B`, or `-` for a single row.
         """
         # all-reduce forward, nothing backward (SP: reduce-scatter forward, all-gather backward)
-        settings = self.layout, rows, dtype, self.scale
-        return _embed(self.table[...], vector_BSD, token_BS, *settings)
+        how = _How(self.layout, rows, dtype, self.scale)
+        return _embed(self.table[...], vector_BSD, token_BS, how)
 
 
 class PositionEmbedding(nnx.Module):
@@ -69,17 +70,21 @@ class TokenTypeEmbedding(nnx.Module):
         return jnp.where(jnp.expand_dims(type_BS, -1) == 0, first, second)
 
 
+class _How(NamedTuple):
+    """The settings of a lookup; `rows` is the first dim of the added vectors."""
+
+    layout: Layout
+    rows: str
+    dtype: DTypeLike
+    scale: float
+
+
 # One function for all tables, so that with SP their gradient is gathered only once.
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _embed(
-    table_Vd: jax.Array,
-    vector_BSD: jax.Array | None,
-    token_BS: jax.Array,
-    layout: Layout,
-    rows: str,
-    dtype: DTypeLike,
-    scale: float,
+    table_Vd: jax.Array, vector_BSD: jax.Array | None, token_BS: jax.Array, how: _How
 ) -> jax.Array:
+    layout, rows, dtype, scale = how
     if grid.is_grid(layout):
         x_BTD = grid.lookup(table_Vd.astype(dtype), token_BS, layout)
     else:
@@ -100,22 +105,15 @@ Saved = tuple[jax.Array, jax.Array | None, jax.Array]
 
 
 def _forward(
-    table_Vd: jax.Array,
-    vector_BSD: jax.Array | None,
-    token_BS: jax.Array,
-    layout: Layout,
-    rows: str,
-    dtype: DTypeLike,
-    scale: float,
+    table_Vd: jax.Array, vector_BSD: jax.Array | None, token_BS: jax.Array, how: _How
 ) -> tuple[jax.Array, Saved]:
-    x_BTD = _embed(table_Vd, vector_BSD, token_BS, layout, rows, dtype, scale)
-    return x_BTD, (table_Vd, vector_BSD, token_BS)
+    return _embed(table_Vd, vector_BSD, token_BS, how), (table_Vd, vector_BSD, token_BS)
 
 
 def _backward(
-    layout: Layout, rows: str, dtype: DTypeLike, scale: float, saved: Saved, dx_BTD: jax.Array
+    how: _How, saved: Saved, dx_BTD: jax.Array
 ) -> tuple[jax.Array, jax.Array | None, None]:
-    table_Vd, vector_BSD, token_BS = saved
+    (table_Vd, vector_BSD, token_BS), (layout, rows, _, scale) = saved, how
     dx_BSD = jax.reshard(dx_BTD, layout('BSD'))  # SP: all-gather, in the compute dtype
     # In fp32, because the gradient of a frequent token is a sum of thousands of terms.
     dx_BSd = jax.reshard(dx_BSD, layout('BSd'))  # grid: all-gather over row
