@@ -18,7 +18,29 @@ from megajax.core.model.product import product
 from megajax.core.model.shard_copies import along_last
 
 
-class ColumnParallelLinear(nnx.Module):
+class Linear(nnx.Module):
+    """A linear layer whose weight is sharded over `model`."""
+
+    scales: nnx.Param[Any] | None = None  # in a step that computes in fp8
+
+    def __init__(self, parameters: Parameters, equation: str, placed: str, *, key: jax.Array):
+        """Make the parameters; `placed` are the dims by which the input is sharded."""
+        self.layout, self.equation, self.placed = parameters.layout, equation, placed
+        self.weight = parameters.make('weight', key)
+        self.bias = parameters.maybe('bias')
+        self.adapter = adapter.maybe(parameters, key=key)
+
+    def product(self, x: jax.Array) -> jax.Array:
+        """Multiply by the weight, and reduce the partial sums, if there are any."""
+        if self.adapter is not None:
+            given = self.weight, self.adapter, self.layout, self.scales
+            return adapter.product(self.equation, x, *given)
+        if self.scales is None:
+            return product(self.equation, x, self.weight, self.layout, x.dtype)
+        return fp8.product(self.equation, x, self.weight, self.scales, self.layout, self.placed)
+
+
+class ColumnParallelLinear(Linear):
     """Multiply x_BSD by a weight with output dims sharded over `model`; forward sends nothing.
 
     The backward pass of `product` reduces the gradient of x over `model`: Megatron's f. 2-D tensor
@@ -26,16 +48,10 @@ class ColumnParallelLinear(nnx.Module):
     the sequences R.
     """
 
-    scales: nnx.Param[Any] | None = None  # in a step that computes in fp8
-
     def __init__(self, parameters: Parameters, *, key: jax.Array):
-        self.layout = parameters.layout
         dims = parameters.dims('weight')
         self.outputs = dims[1:]
-        self.equation = f'BSD,{dims}->RS{self.outputs}'
-        self.weight = parameters.make('weight', key)
-        self.bias = parameters.maybe('bias')
-        self.adapter = adapter.maybe(parameters, key=key)
+        super().__init__(parameters, f'BSD,{dims}->RS{self.outputs}', 'BTD', key=key)
 
     def gather(self, x_BTD: jax.Array) -> jax.Array:
         """Gather the sequence, if it is sharded; with fp8, `product` gathers it in 8 bits.
@@ -46,21 +62,12 @@ class ColumnParallelLinear(nnx.Module):
             return x_BTD
         return jax.reshard(x_BTD, self.layout('BSD'))  # SP: all-gather, backward RS
 
-    def product(self, x_BSD: jax.Array) -> jax.Array:
-        """Multiply the result of `gather` by the weight."""
-        if self.adapter is not None:
-            given = self.weight, self.adapter, self.layout, self.scales
-            return adapter.product(self.equation, x_BSD, *given)
-        if self.scales is None:
-            return product(self.equation, x_BSD, self.weight, self.layout, x_BSD.dtype)
-        return fp8.product(self.equation, x_BSD, self.weight, self.scales, self.layout, 'BTD')
-
     def with_bias(self, y: jax.Array) -> jax.Array:
         """Add the bias, if there is one, to the result."""
         return y if self.bias is None else add_bias(y, jnp.expand_dims(self.bias[...], (0, 1)))
 
 
-class RowParallelLinear(nnx.Module):
+class RowParallelLinear(Linear):
     """Multiply x by a weight whose input dims are sharded over `model`, for the residual stream.
 
     Forward, the partial sums are reduced over `model`: Megatron's g. The bias is replicated and
@@ -68,16 +75,11 @@ class RowParallelLinear(nnx.Module):
     of x, which are gathered over `row` first, and some columns D of the weight.
     """
 
-    scales: nnx.Param[Any] | None = None  # in a step that computes in fp8
-
     def __init__(self, parameters: Parameters, *, key: jax.Array):
-        self.layout = parameters.layout
         dims = parameters.dims('weight')
         self.inputs = dims[:-1]
-        self.equation = f'BS{self.inputs},{dims}->BTD'
-        self.weight = parameters.make('weight', key)
-        self.bias = parameters.maybe('bias')
-        self.adapter = adapter.maybe(parameters, key=key)
+        equation = f'BS{self.inputs},{dims}->BTD'
+        super().__init__(parameters, equation, f'RS{self.inputs}', key=key)
 
     def reduced(self, x: jax.Array) -> jax.Array:
         """Gather the sequences of x, if 2-D tensor parallelism shards them, multiply and reduce.
@@ -89,16 +91,6 @@ class RowParallelLinear(nnx.Module):
             x = jax.reshard(x, self.layout(f'BS{self.inputs}'))
         # g: all-reduce forward, nothing backward (SP: reduce-scatter forward, all-gather backward)
         return self.product(x)
-
-    def product(self, x: jax.Array) -> jax.Array:
-        """Multiply by the weight, and reduce the partial sums."""
-        if self.adapter is not None:
-            given = self.weight, self.adapter, self.layout, self.scales
-            return adapter.product(self.equation, x, *given)
-        if self.scales is None:
-            return product(self.equation, x, self.weight, self.layout, x.dtype)
-        dims = f'RS{self.inputs}'
-        return fp8.product(self.equation, x, self.weight, self.scales, self.layout, dims)
 
     def with_bias(self, y_BTD: jax.Array) -> jax.Array:
         """Add the bias, if there is one, to the reduced result."""

@@ -17,7 +17,7 @@ from megajax.core.model import fp8
 from megajax.core.model.adapter_matmuls import ColumnParallel, RowParallel, like
 from megajax.core.model.attention import attention_core
 from megajax.core.model.fp8 import Operand, Quantized, value
-from megajax.core.model.linear import ColumnParallelLinear, RowParallelLinear
+from megajax.core.model.linear import Linear
 from megajax.core.model.overlap.matrices import Matrix
 from megajax.core.model.overlap.split_tokens import join_tokens, split_tokens
 from megajax.core.model.parameters import map_parameters
@@ -297,11 +297,11 @@ class SublayerSteps:
         assert self.scales is not None
         return self.scales[linear == 'second']
 
-    def _linear(self, linear: str) -> ColumnParallelLinear | RowParallelLinear:
+    def _linear(self, linear: str) -> Linear:
         return _linear_of(self.matrices, linear)
 
 
-def _linear_of(sublayer: Sublayer, linear: str) -> ColumnParallelLinear | RowParallelLinear:
+def _linear_of(sublayer: Sublayer, linear: str) -> Linear:
     return sublayer.first if linear == 'first' else sublayer.second
 
 
