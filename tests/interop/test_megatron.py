@@ -23,6 +23,7 @@ from support import (
     random_params,
     relative_error,
     slow,
+    to_megatron,
 )
 
 from megajax.core.config import Config, ConfigError
@@ -33,7 +34,7 @@ from megajax.core.parallel.layout import Layout
 from megajax.core.train.feed import Batch
 from megajax.core.train.gradients import make_loss_and_gradients
 from megajax.interop.megatron.limits import check_arguments
-from megajax.interop.megatron.weights import from_megatron, megatron_pieces, to_megatron
+from megajax.interop.megatron.weights import from_megatron, megatron_pieces
 from megajax.interop.pieces import shapes_of
 
 LIMIT = 2e-5  # relative, see support.relative_error
@@ -222,6 +223,23 @@ def test_our_parameters_come_back_bit_for_bit_in_their_places(
         )
     assert_identical(to_megatron(config, back), weights)
     assert sum(x.size for x in weights.values()) == num_parameters(config.model)
+
+
+def test_layers_of_two_kinds_come_back_from_the_stages_in_their_places() -> None:
+    config = make_config(
+        'first_dense',
+        mesh={'stages': 2, 'virtual_stages': 2},
+        model={
+            'num_layers': 8,
+            'experts': {'count': 2, 'active': 1, 'ffn_size': 16},
+            'layers': [{'experts': None}, {}],
+        },
+        train={'microbatches': 2},
+    )
+    with on_mesh(config):
+        weights = to_megatron(config, random_params(config, std=0.05))
+        back = from_megatron(config, weights)
+    assert_identical(to_megatron(config, back), weights)
 
 
 def test_the_vocabulary_is_padded_with_zeros() -> None:
