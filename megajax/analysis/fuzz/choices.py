@@ -127,13 +127,6 @@ def required(path: str) -> bool:
     return path in _REQUIRED
 
 
-def without_values() -> list[str]:
-    """Return the keys that are neither drawn nor in NOT_DRAWN, such as a new number."""
-    drawn = choices()
-    keys = (path for name in SECTIONS for path in _paths(name, SECTIONS[name]))
-    return [path for path in keys if path not in drawn and path not in NOT_DRAWN]
-
-
 def pick(values: Values, random: Random) -> Any:
     """Return one of the values; only `Random.random` is the same in all versions of Python."""
     return values[int(random.random() * len(values))]
@@ -196,16 +189,6 @@ def _group(annotation: Any) -> type[Section] | None:
         if isinstance(part, type) and issubclass(part, Section):
             return part
     return None
-
-
-def _paths(name: str, section: type[Section]) -> Iterator[str]:
-    for key, field in section.model_fields.items():
-        if field.exclude:
-            continue
-        yield f'{name}.{key}'
-        group = _group(field.annotation)
-        if f'{name}.{key}' not in NOT_DRAWN and group not in (None, LayerConfig):
-            yield from _paths(f'{name}.{key}', group)
 
 
 def _all_required() -> Iterator[str]:
