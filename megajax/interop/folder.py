@@ -3,7 +3,6 @@
 Imports no jax.
 """
 
-import errno
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -11,13 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megajax.base.files.exists import exists
+from megajax.base.files.exists import NO_SPACE, exists
 from megajax.base.files.locks import lock
 from megajax.base.files.outputs import NO_URL, sync, url_of
 from megajax.core.config import ConfigError
 from megajax.runtime.checkpoint.digests import find_steps
 
-NO_SPACE = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # only writing fails with these
 SEQ_LEN = 1024  # tokens of a training sequence, unless the model's maximum is smaller
 
 

@@ -5,11 +5,10 @@ import re
 
 import jax
 
+from megajax.base.files.exists import NO_SPACE
+
 # Errors of a system without disk space, memory, or free files and processes.
-OF_MACHINE = (
-    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
-    *(errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN),
-)
+OF_MACHINE = *NO_SPACE, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN
 # A GPU compiler also reports RESOURCE_EXHAUSTED for registers and shared memory.
 _OF_XLA = re.compile('RESOURCE_EXHAUSTED.*(out of memory|failed to allocate)', re.IGNORECASE)
 # The beginning of what a process prints before it aborts.
