@@ -7,6 +7,7 @@ from typing import Any
 
 from megajax.analysis.inspect.one_device import IN_FP32, updated
 from megajax.core.config import Config
+from megajax.core.config.optim import ZERO_STAGES
 from megajax.core.config.schema import SECTIONS
 
 # Values that use less of megajax, in the order in which they are tried.
@@ -28,9 +29,6 @@ _PLAINER: tuple[dict[str, dict[str, Any]], ...] = (
     {'model': {'window': None}},
     {'model': {'num_layers': 1}},
 )
-
-
-ZERO_STAGES = 'none', 'optimizer', 'gradients', 'weights'
 
 
 def smallest(config: Config, is_wrong: Callable[[Config], bool]) -> Config:

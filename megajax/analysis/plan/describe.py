@@ -7,7 +7,7 @@ from megajax.analysis.plan.time import StepTime
 from megajax.base.render.units import count
 from megajax.core.config import Config
 
-ZERO_STAGES = {'none': '', 'optimizer': 'ZeRO-1', 'gradients': 'ZeRO-2', 'weights': 'ZeRO-3'}
+ZERO_NAMES = {'none': '', 'optimizer': 'ZeRO-1', 'gradients': 'ZeRO-2', 'weights': 'ZeRO-3'}
 # Maximum number of impossible meshes that are listed with the reason, small tensor-parallel groups
 # first.
 REASONS = 8
@@ -38,7 +38,7 @@ def describe(config: Config) -> str:
     words += [f'recompute={config.train.recompute}'] if config.train.recompute != 'none' else []
     microbatches = count(config.train.microbatches, 'microbatch', 'microbatches')
     words += [f'{microbatches} of {config.microbatch_rows}']
-    words += [ZERO_STAGES[config.optim.shard]] if config.optim.shard != 'none' else []
+    words += [ZERO_NAMES[config.optim.shard]] if config.optim.shard != 'none' else []
     words += [f'{config.mesh.replicas} replicas'] if config.mesh.replicas > 1 else []
     words += [config.train.overlap] if config.overlap.is_split else []
     return ', '.join(words)

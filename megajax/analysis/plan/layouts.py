@@ -8,6 +8,7 @@ from typing import NamedTuple, Self
 from megajax.core.config import Config
 from megajax.core.config.divisors import divisors
 from megajax.core.config.mesh_rules import of_context, replicas_within_hosts
+from megajax.core.config.optim import ZERO_STAGES
 from megajax.core.config.overlap_rules import resolved
 from megajax.core.counts.context import own_over_context
 from megajax.core.counts.flash import HOPPER, uses_flash
@@ -15,7 +16,6 @@ from megajax.core.counts.runs import layers_of_chunk
 from megajax.core.hardware.records import Capability
 
 SHORTEST = 4096  # fewest tokens of a sequence on a context shard
-ZERO = 'none', 'optimizer', 'gradients', 'weights'  # values of optim.shard
 # Most tokens in a pipeline's microbatch; more tokens lengthen the bubble without speeding up
 # matmuls.
 MOST_TOKENS = 32768
@@ -125,7 +125,7 @@ def deep_layouts(
     mesh: Mesh,
     per_host: int,
     capability: Capability | None = HOPPER,
-    zero: tuple[str, ...] = ZERO,
+    zero: tuple[str, ...] = ZERO_STAGES,
 ) -> Iterator[Config]:
     """Yield the layouts of a mesh with pipeline or context parallelism.
 
@@ -194,7 +194,7 @@ def layouts(
     mesh: Mesh,
     per_host: int,
     capability: Capability | None = HOPPER,
-    zero: tuple[str, ...] = ZERO,
+    zero: tuple[str, ...] = ZERO_STAGES,
 ) -> Iterator[Config]:
     """Yield the layouts of one mesh; if the first is not possible, no layout of the mesh is.
 

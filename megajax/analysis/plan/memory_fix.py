@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megajax.analysis.plan.describe import ZERO_STAGES, needs
+from megajax.analysis.plan.describe import needs
 from megajax.analysis.plan.layouts import changed
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.search import memory_on, usable_memory
 from megajax.analysis.plan.time import step_time
 from megajax.core.config import Config
 from megajax.core.config.divisors import divisors
+from megajax.core.config.optim import ZERO_STAGES
 from megajax.core.config.overlap_rules import resolved
 from megajax.core.config.rules import incompatibilities
 from megajax.core.hardware.memory import USABLE
@@ -74,13 +75,13 @@ def _candidates(config: Config, keys: Iterator[tuple[str, object]]) -> Iterator[
 
 def _exact(config: Config) -> Iterator[tuple[str, object]]:
     """Yield keys that save memory without changing any result, with their possible values."""
-    mesh, train, zero = config.mesh, config.train, [*ZERO_STAGES]
+    mesh, train = config.mesh, config.train
     for recompute in RECOMPUTE[RECOMPUTE.index(train.recompute) + 1 :]:
         yield 'train.recompute', recompute
     for times in divisors(config.microbatch_rows)[1:]:
         yield 'train.microbatches', times * train.microbatches
     if mesh.data_shards > 1:
-        for shard in zero[zero.index(config.optim.shard) + 1 :]:
+        for shard in ZERO_STAGES[ZERO_STAGES.index(config.optim.shard) + 1 :]:
             yield 'optim.shard', shard
     if mesh.model > 1 and not mesh.sequence_parallel:
         yield 'mesh.sequence_parallel', True

@@ -8,7 +8,7 @@ from typing import Literal
 from megajax.analysis.plan import communication
 from megajax.analysis.plan.experts import exchanges_of_tokens, later_exchanges
 from megajax.analysis.plan.launches import num_launches
-from megajax.analysis.plan.layouts import ZERO, changed
+from megajax.analysis.plan.layouts import changed
 from megajax.analysis.plan.overlap import (
     NOTHING,
     HiddenBy,
@@ -19,6 +19,7 @@ from megajax.analysis.plan.overlap import (
 )
 from megajax.base.errors import Problem
 from megajax.core.config import Config, ModelConfig
+from megajax.core.config.optim import ZERO_STAGES
 from megajax.core.config.overlap_rules import without_order
 from megajax.core.config.rules import incompatibilities
 from megajax.core.counts.collective import (
@@ -92,7 +93,7 @@ class Software:
     fuses_transpose: bool = True
     rounds_shards: bool = True
     # The ZeRO stages that it has (`optim.shard`), if its weights are replicated at all.
-    zero: tuple[str, ...] = ZERO
+    zero: tuple[str, ...] = ZERO_STAGES
     # The share of each matmul of a forward pass that selective recomputation repeats, in addition
     # to attention's scores.
     repeats: Callable[[ModelConfig], Mapping[str, float]] = lambda _: {}

@@ -8,7 +8,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator
 
 from megajax.analysis.plan.accepted import accepted
-from megajax.analysis.plan.describe import ZERO_STAGES, describe, needs, no_layout
+from megajax.analysis.plan.describe import describe, needs, no_layout
 from megajax.analysis.plan.kernel_time import peak_flops
 from megajax.analysis.plan.layouts import Mesh, changed, deep_meshes, is_frugal, layouts, meshes
 from megajax.analysis.plan.memory import UNDERCOUNT, StepMemory, memory
@@ -18,6 +18,7 @@ from megajax.analysis.plan.sizes import NO_SAVINGS, Savings
 from megajax.analysis.plan.time import StepTime, Timer
 from megajax.base.errors import Problem
 from megajax.core.config import Config, ConfigError
+from megajax.core.config.optim import ZERO_STAGES
 from megajax.core.config.overlap_rules import resolved
 from megajax.core.config.section import Section
 from megajax.core.hardware.memory import USABLE
@@ -196,7 +197,7 @@ def _order(choice: Choice) -> tuple[float | int, ...]:
         config.mesh.tensor_parallel,
         config.mesh.model_rows,
         config.overlap.is_split,
-        [*ZERO_STAGES].index(config.optim.shard),
+        ZERO_STAGES.index(config.optim.shard),
         config.mesh.replicas,
         ('none', 'selective', 'full').index(config.train.recompute),
         config.train.microbatches,

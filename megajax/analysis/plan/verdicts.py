@@ -1,7 +1,7 @@
 """Verdicts on the axes of a mesh and ZeRO, from a search of layouts, and on sliding windows."""
 
 from megajax.analysis.plan.communication import over_tensor
-from megajax.analysis.plan.describe import ZERO_STAGES, describe, group_name, judged, needs
+from megajax.analysis.plan.describe import ZERO_NAMES, describe, group_name, judged, needs
 from megajax.analysis.plan.layouts import changed, layout_key
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.programs import Software
@@ -103,7 +103,7 @@ def _sent_by_layers(config: Config) -> float:
 
 
 def _sharding(config: Config) -> str:
-    name = ZERO_STAGES[config.optim.shard] or 'no ZeRO'
+    name = ZERO_NAMES[config.optim.shard] or 'no ZeRO'
     replicas = config.mesh.replicas
     return f'{name} in {replicas} replicas' if replicas > 1 else name
 

@@ -1,6 +1,6 @@
 """The section `optim` of a config."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -12,13 +12,15 @@ from megajax.core.config.section import (
     Section,
 )
 
-ZERO_STAGES = {'zero1': 'optimizer', 'zero2': 'gradients', 'zero3': 'weights', 'fsdp': 'weights'}
+ZeroStage = Literal['none', 'optimizer', 'gradients', 'weights']
+ZERO_STAGES: tuple[ZeroStage, ...] = get_args(ZeroStage)
+ALIASES = {'zero1': 'optimizer', 'zero2': 'gradients', 'zero3': 'weights', 'fsdp': 'weights'}
 
 
 def _zero_stage(value: Any) -> Any:
     if isinstance(value, bool):
         return 'optimizer' if value else 'none'
-    return ZERO_STAGES.get(value, value) if isinstance(value, str) else value
+    return ALIASES.get(value, value) if isinstance(value, str) else value
 
 
 class OptimConfig(Section):
@@ -67,9 +69,7 @@ class OptimConfig(Section):
     """
     grad_clip: Denominator = 1.0
     """Global gradient norm above which gradients are clipped."""
-    shard: Annotated[
-        Literal['none', 'optimizer', 'gradients', 'weights'], BeforeValidator(_zero_stage)
-    ] = 'none'
+    shard: Annotated[ZeroStage, BeforeValidator(_zero_stage)] = 'none'
     """ZeRO stage, i.e. what is sharded over `data` in addition to tensor parallelism: none;
     optimizer: the fp32 weights and AdamW moments (zero1); gradients: also the gradients (zero2);
     weights: also the weights in the compute dtype (zero3, fsdp). The names in parentheses are
