@@ -137,9 +137,7 @@ class ModelConfig(Section):
         """The config of each layer of the pattern; this config alone if all layers are equal."""
         if not self.layers:
             return (self,)
-        configs = [
-            self.model_copy(update={'layers': (), **entry.replaced}) for entry in self.layers
-        ]
+        configs = [self.changed(layers=(), **entry.replaced) for entry in self.layers]
         repeats = [entry.repeat for entry in self.layers]
         return tuple(
             config for config, repeat in zip(configs, repeats, strict=True) for _ in range(repeat)
@@ -155,7 +153,7 @@ class ModelConfig(Section):
         pattern = self.pattern
         layer = pattern[index % len(pattern)]
         is_dense = layer.experts is not None and index < layer.experts.first_dense
-        return layer.model_copy(update={'experts': None}) if is_dense else layer
+        return layer.changed(experts=None) if is_dense else layer
 
     @property
     def layer_configs(self) -> list[Self]:
