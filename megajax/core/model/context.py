@@ -19,7 +19,7 @@ from jax import lax
 
 from megajax.core.model.context_exchange import How, Keys, Pair, Sums, by_token, merge
 from megajax.core.model.documents import shared
-from megajax.core.model.dropout import WeightDropout, positions_of_shard
+from megajax.core.model.dropout import WeightDropout
 from megajax.core.model.kernels import KERNELS, Dropped, Lengths, same_document
 from megajax.core.model.passes import Passes, of_sequences, on_each_device
 from megajax.core.parallel.layout import CONTEXT
@@ -154,27 +154,23 @@ class _Dropout:
     """Dropout of the weights of a shard's queries, if there is any."""
 
     def __init__(self, key_R2: jax.Array | None, rate: float, q_RSNH: jax.Array):
-        self._rows, self._length, *_ = q_RSNH.shape
         self._weights = None if key_R2 is None else WeightDropout.of(q_RSNH, key_R2, rate)
 
     def own(self) -> Dropped | None:
         """Return the dropout of the scores with the shard's own keys."""
         if self._weights is None:
             return None
-        place_RS = self._places(0)
-        return self._weights.at(place_RS, place_RS)
+        position_RS = self._weights.positions()
+        return self._weights.at(position_RS, position_RS)
 
     def of(self, step: int, documents: _Documents) -> Dropped | None:
         """Return the dropout of the scores of `_both` and `_of_keys` in this step."""
         if self._weights is None:
             return None
         is_earlier = step <= lax.axis_index(CONTEXT)
-        of_keys = documents.turned(self._places(step))
-        return self._weights.at(_both(self._places(0), is_earlier), _of_keys(of_keys, is_earlier))
-
-    def _places(self, step: int) -> jax.Array:
-        """Return the positions [R, S] of the tokens of the shard that is `step` shards before."""
-        return jnp.tile(positions_of_shard(self._length, back=step), (self._rows, 1))
+        query_RS, key_RS = self._weights.positions(), self._weights.positions(back=step)
+        key_RS = documents.turned(key_RS)
+        return self._weights.at(_both(query_RS, is_earlier), _of_keys(key_RS, is_earlier))
 
 
 def _both(x: jax.Array, is_earlier: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax.core.model.context_exchange import How, Keys, Sums, merge
-from megajax.core.model.dropout import WeightDropout, positions_of_shard
+from megajax.core.model.dropout import WeightDropout
 from megajax.core.model.kernels import KERNELS, Dropped
 from megajax.core.model.passes import Passes, of_sequences, on_each_device
 from megajax.core.parallel.layout import CONTEXT
@@ -95,7 +95,7 @@ class _Blocks:
         segment_RY: jax.Array | None,
         key_R2: jax.Array | None,
     ):
-        self._rows, self._length, *_ = q_RSNH.shape
+        self._length = q_RSNH.shape[1]
         self._segment_RY = segment_RY
         self._weights = None if key_R2 is None else WeightDropout.of(q_RSNH, key_R2, how.rate)
 
@@ -110,12 +110,9 @@ class _Blocks:
         """Return the dropout of a block's scores, or None without dropout."""
         if self._weights is None:
             return None
-        return self._weights.at(self._places(0), self._places(step))
+        return self._weights.at(self._weights.positions(), self._weights.positions(back=step))
 
     def _of_shard(self, x_RY: jax.Array, step: int) -> jax.Array:
         shard = (lax.axis_index(CONTEXT) - step) % lax.axis_size(CONTEXT)
         start = shard * self._length
         return lax.dynamic_slice_in_dim(x_RY, start, self._length, axis=1)
-
-    def _places(self, step: int) -> jax.Array:
-        return jnp.tile(positions_of_shard(self._length, back=step)[None], (self._rows, 1))

@@ -93,6 +93,11 @@ class WeightDropout(NamedTuple):
         head_N = lax.axis_index('model') * heads + jnp.arange(heads)
         return cls(rate, key_R2, head_N, length * lax.axis_size(CONTEXT))
 
+    def positions(self, *, back: int = 0) -> jax.Array:
+        """Return the positions [R, S] of the tokens of the shard `back` shards before this one."""
+        length = self.length // lax.axis_size(CONTEXT)
+        return jnp.tile(positions_of_shard(length, back=back), (len(self.key_R2), 1))
+
     def at(self, query_RS: jax.Array, key_RY: jax.Array) -> Dropped:
         """Return the dropout of a block of scores, given the positions of queries and keys.
 
