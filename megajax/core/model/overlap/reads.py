@@ -15,6 +15,7 @@ from megajax.core.counts.declaration import Role
 from megajax.core.model.block import Block
 from megajax.core.model.overlap.sublayer_steps import SublayerSteps
 from megajax.core.model.sublayer import Sublayer
+from megajax.core.parallel.placements import parameter_name
 
 LINEARS = 'first', 'second'
 
@@ -34,7 +35,7 @@ def named(module: Block | Sublayer) -> Iterator[tuple[str, nnx.Variable[Any]]]:
     """Yield the parameters of a module with their names."""
     is_parameter = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
     for path, param in jax.tree_util.tree_flatten_with_path(module, is_leaf=is_parameter)[0]:
-        yield '.'.join(str(getattr(key, 'name', getattr(key, 'key', key))) for key in path), param
+        yield parameter_name(path), param
 
 
 def read(sublayer: SublayerSteps, x_BTD: jax.Array, num_parts: int, *, gathers: bool) -> set[str]:
