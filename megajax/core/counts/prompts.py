@@ -6,9 +6,9 @@ SHORTEST = 16
 
 
 def padded_length(longest: int, most: int) -> int:
-    """Return the tokens of each row of a batch whose longest prompt has `longest` tokens.
+    """Return the length to which prompts are padded, of which the longest has `longest` tokens.
 
-    No row has more than `most` tokens, which is `model.max_seq_len`.
+    It is at most `most`, which is `model.max_seq_len`.
     """
     return min(max(SHORTEST, 1 << (longest - 1).bit_length()), most)
 
