@@ -176,7 +176,7 @@ def _exchanges(config: Config) -> list[str]:
     if config.mesh.context == 1:
         return ['gather']
     on = {name: changed(config, mesh__context_exchange=name) for name in ('gather', 'all_to_all')}
-    # If neither is possible, the reason is that of the all-gather.
+    # If neither is possible, the message is about the all-gather.
     exposed = [name for name in on if not any(of_context(on[name]))] or ['gather']
     rings = ['ring'] if config.mesh.stages == 1 and 'gather' in exposed else []
     if config.data.document_mask or config.model.is_bert:

@@ -139,7 +139,7 @@ def _points(config: Config, cluster: Cluster) -> list[_Point]:
 
 
 def scaling(config: Config, cluster: Cluster, program: Software = MEGAJAX) -> 'Figure':
-    """Plot the MFU of the fastest layout on 1 to 512 GPUs, and on those of the cluster.
+    """Plot the MFU of the fastest layout on 1 to 512 GPUs, and on the whole cluster.
 
     The batch size is the config's for any number of GPUs.
     """
