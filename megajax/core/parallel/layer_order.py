@@ -11,11 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 
 from megajax.core.config import ConfigError
-from megajax.core.parallel.layout import STAGE, Layout
+from megajax.core.parallel.layout import STAGE, UNSHARDED, Layout
 
 
 def in_model_order(x: jax.Array, layout: Layout, *, donate: bool = False) -> jax.Array:
@@ -29,6 +30,28 @@ def in_model_order(x: jax.Array, layout: Layout, *, donate: bool = False) -> jax
 def on_stages(x: jax.Array, layout: Layout, *, donate: bool = False) -> jax.Array:
     """Return a stacked parameter, given in the order of the model, in the order of the stages."""
     return _moved(x, layout, to_model=False, donate=donate)
+
+
+def small_in_model_order(x: jax.Array, layout: Layout) -> jax.Array:
+    """Return a small array, of which each stage has its own layers, in the order of the model.
+
+    Without stages, return the array unchanged.
+    """
+    if not layout.mesh_axes('L'):
+        return x
+    order = np.argsort(layout.layer_order(len(x)))
+    return jax.reshard(x, UNSHARDED('-' * x.ndim))[order]  # all-gather over stage
+
+
+def small_on_stages(x: jax.Array, layout: Layout) -> jax.Array:
+    """Return each stage's layers of a small array that every device has in the order of the model.
+
+    Without stages, return the array unchanged.
+    """
+    if not layout.mesh_axes('L'):
+        return x
+    order = np.array(layout.layer_order(len(x)))
+    return jax.reshard(x[order], layout('L' + '-' * (x.ndim - 1)))
 
 
 def tree_on_stages(tree: Any, layout: Layout) -> Any:

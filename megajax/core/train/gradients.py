@@ -14,6 +14,7 @@ from megajax.core.config.overlap_rules import resolved, resolved_for
 from megajax.core.hardware.targets import GPUS
 from megajax.core.model.overlap.per_layer_arrays import added, holds_totals, with_totals
 from megajax.core.model.shard_copies import add_copies
+from megajax.core.parallel.layer_order import small_in_model_order, small_on_stages
 from megajax.core.parallel.layout import Layout
 from megajax.core.parallel.pipeline_ops import over_shards
 from megajax.core.train import routing, scaling
@@ -70,7 +71,7 @@ def make_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.State, Seen]
         batch = scale_weights(loss_scale, with_weights(batch, chosen, layout))
         load = routing.init_load(config) if load is None else load
         of_experts = None if load is None else routing.Load.of(load, batch, config.train)
-        scales = None if scales is None else scaling.on_stages(scales, layout)
+        scales = None if scales is None else small_on_stages(scales, layout)
         given = params, chosen, layout, scales, of_experts, loss_scale
         weights, primals, narrow = StepWeights.of(*given)
         microbatches = jax.tree.map(lambda x: split(x, config.train.microbatches, layout), batch)
@@ -83,7 +84,7 @@ def make_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.State, Seen]
             seen = counts, narrow, scales, layout, config.model
             places = None
             if counts:
-                places = scaling.in_model_order(scaling.largest(*seen), layout)
+                places = small_in_model_order(scaling.largest(*seen), layout)
         return *unscale(loss_scale, (sums, gradients)), Seen(places, routed)
 
     return loss_and_gradients

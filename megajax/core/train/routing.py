@@ -12,14 +12,14 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from megajax.core.config import Config, TrainConfig
 from megajax.core.counts.layers import layers_of, stacks
 from megajax.core.model import router
 from megajax.core.model.zero_sharding import sum_of_vector
-from megajax.core.parallel.layout import UNSHARDED, Layout
+from megajax.core.parallel.layer_order import small_in_model_order, small_on_stages
+from megajax.core.parallel.layout import Layout
 from megajax.core.train.feed import Batch
 from megajax.core.train.loss_scale import LossScale
 
@@ -63,10 +63,10 @@ def attached(
     zeros = jnp.zeros_like(pressure)
     rows = {router.PRESSURE: load.weight * pressure, router.TOKEN: zeros + load.weight * token}
     values = jnp.stack([rows.get(row, zeros) for row in router.STATISTICS], 1)
-    values = values[np.array(layout.layer_order(len(values)))]
+    values = small_on_stages(values, layout)
 
     def attach(params: Any, x: jax.Array) -> Any:
-        param = nnx.Param(jax.reshard(x, layout('L--')), declared=router.LOAD)
+        param = nnx.Param(x, declared=router.LOAD)
         slots = {'layers': {'experts': {'router': {'load': param}}}}
         return nnx.merge_state(params, nnx.State(slots))
 
@@ -80,8 +80,7 @@ def detached(gradients: Any, layout: Layout) -> tuple[Any, jax.Array | None]:
         return gradients, None
     (load,) = jax.tree.leaves(found)
     sums = sum_of_vector(load, 'L--', layout.mapped, layout)  # all-reduce over data
-    sums = jax.reshard(sums, UNSHARDED('---'))  # with pipeline stages: all-gather over stage
-    return rest, sums[np.argsort(np.array(layout.layer_order(len(sums))))]
+    return rest, small_in_model_order(sums, layout)
 
 
 def shares(sums_L4x: jax.Array) -> jax.Array:
@@ -105,9 +104,9 @@ def after_step(
         return params, load_Lx
     chosen_Lx = sums_L4x[:, router.CHOSEN]
     change = experts.bias_rate * jnp.sign(chosen_Lx.mean(-1, keepdims=True) - chosen_Lx) * taken
-    change = jax.reshard(change[np.array(layout.layer_order(len(change)))], layout('Lx'))
     bias = params['layers']['experts']['router']['selection_bias']
-    new = {'router': {'selection_bias': bias.replace(bias.get_value() + change)}}
+    moved = bias.replace(bias.get_value() + small_on_stages(change, layout))
+    new = {'router': {'selection_bias': moved}}
     return nnx.merge_state(params, nnx.State({'layers': {'experts': new}})), load_Lx
 
 

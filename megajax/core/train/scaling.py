@@ -20,7 +20,7 @@ from megajax.core.counts.declaration import Parameter, Role
 from megajax.core.counts.layers import layer
 from megajax.core.counts.parameters import dim_sizes, shape_of
 from megajax.core.model import fp8
-from megajax.core.parallel.layout import UNSHARDED, Layout
+from megajax.core.parallel.layout import Layout
 
 # Number of steps for which an exponent is remembered, as in Transformer Engine's recipe.
 WINDOW = 1024
@@ -90,25 +90,6 @@ def current(params: nnx.State, config: Config, layout: Layout) -> jax.Array:
     ones = jnp.ones_like(of_weights)
     operands = {fp8.X: ones, fp8.W: of_weights, fp8.DY: ones}
     return jnp.stack([operands[which] for which in range(len(operands))], axis=-1)
-
-
-def on_stages(scales: jax.Array, layout: Layout) -> jax.Array:
-    """Return scales, given in the order of the model's layers, in the order of pipeline stages.
-
-    Without stages, return them unchanged.
-    """
-    if not layout.mesh_axes('L'):
-        return scales
-    order = np.array(layout.layer_order(len(scales)))
-    return jax.reshard(scales[order], layout('L--'))
-
-
-def in_model_order(places: jax.Array, layout: Layout) -> jax.Array:
-    """Return the places of all stages' layers in the order of the model."""
-    if not layout.mesh_axes('L'):
-        return places
-    order = np.argsort(np.array(layout.layer_order(len(places))))
-    return jax.reshard(places, UNSHARDED('---'))[order]  # all-gather over stage
 
 
 def narrowed(params: nnx.State, scales: jax.Array | None, config: Config) -> nnx.State:
