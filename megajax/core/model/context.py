@@ -168,8 +168,8 @@ class _Dropout:
         if self._weights is None:
             return None
         is_earlier = step <= lax.axis_index(CONTEXT)
-        query_RS, key_RS = self._weights.positions(), self._weights.positions(back=step)
-        key_RS = documents.turned(key_RS)
+        key_RS = documents.turned(self._weights.positions(back=step))
+        query_RS = self._weights.positions()
         return self._weights.at(_both(query_RS, is_earlier), _of_keys(key_RS, is_earlier))
 
 
