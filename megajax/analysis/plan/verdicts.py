@@ -10,7 +10,6 @@ from megajax.analysis.plan.time import StepTime, step_time
 from megajax.base.render.units import si
 from megajax.core.config import Config
 from megajax.core.counts.products import products
-from megajax.core.counts.windows import windows
 
 
 def on_tensor_parallelism(ranking: Ranking, available: int) -> str:
@@ -209,17 +208,17 @@ def on_windows(config: Config, time: StepTime, cluster: Cluster, program: Softwa
 
     The comparison assumes that a causal kernel without a window also skips masked scores.
     """
-    shares = windows(config.model)
-    if {*shares} == {None}:
+    if not config.model.has_windows:
         return None
     without = _without_windows(config)
     flash = program.uses_flash(config, cluster.hardware.compute_capability)
     ours, theirs = (_attention_flops(each, flash=flash) / 1e12 for each in (config, without))
     ratio = step_time(without, cluster, program).total / time.total
     slower = f'{ratio - 1:.1%} longer' if ratio < 1.5 else f'{ratio:.2f}x as long'
-    layers = int((1 - shares.get(None, 0)) * config.model.num_layers)
+    layers = config.model.layer_configs
+    with_window = sum(layer.window is not None for layer in layers)
     return (
-        f'in {layers} of {config.model.num_layers} layers: attention takes {ours:,.1f} TFLOP per '
+        f'in {with_window} of {len(layers)} layers: attention takes {ours:,.1f} TFLOP per '
         f'GPU and step, {theirs:,.1f} without windows; without them the step takes {slower}'
     )
 
