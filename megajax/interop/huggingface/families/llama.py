@@ -19,7 +19,6 @@ from megajax.interop.huggingface.family import (
 from megajax.interop.huggingface.layers import (
     FULL,
     SLIDING,
-    num_layers,
     optional_window,
     read_types,
     read_windows,
@@ -168,8 +167,8 @@ def _own_ministral(read: Reader) -> Keys:
 def _windows_of_qwen(read: Reader) -> Keys:
     window, full_layers = optional_window(read, 4096), read.get('max_window_layers', 28)
     if window is None:
-        full_layers = num_layers(read)
-    elif type(full_layers) is not int or full_layers < 0:
+        return replaced_by(read_windows(read, None, lambda index: FULL))
+    if type(full_layers) is not int or full_layers < 0:
         read.refuse('max_window_layers', full_layers, 'only a number of layers is supported')
         full_layers = 0
     layers = read_windows(read, window, lambda index: FULL if index < full_layers else SLIDING)
