@@ -153,9 +153,8 @@ def graphs(config: Config) -> Graphs:
     """Return the graph definitions of a model's parts."""
     model, layout = without_adapters(config).model, Layout.of(config)
     decoder = jax.eval_shape(lambda: LanguageModel(model, layout, key=random_key(0)))
-    blocks = tuple(
-        nnx.graphdef(at_place(decoder.layers, index)) for index in range(model.num_layers)
-    )
+    places = range(count_layers(decoder.layers))
+    blocks = tuple(nnx.graphdef(at_place(decoder.layers, place)) for place in places)
     cross = None
     del decoder.layers
     if decoder.cross is not None:
