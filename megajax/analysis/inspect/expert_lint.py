@@ -104,7 +104,7 @@ def _summed(config: Config) -> Iterator[tuple[str, tuple[str, ...], set[int]]]:
         axes = SHARDS_OF_EXPERTS if declared.is_of_experts else SHARDS
         yield f'the gradient of {name}', axes, counts | {*_padded(config, declared, axes, counts)}
     assert model.experts is not None
-    layers = num_with_experts(model, model.num_layers) // config.mesh.stages
+    layers = num_with_experts(model) // config.mesh.stages
     count = NUM_STATISTICS * model.experts.count
     yield 'the load of the experts', SHARDS, {count, count * layers}
 

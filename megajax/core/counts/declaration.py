@@ -164,6 +164,7 @@ def frozen(declared: Declared) -> Declared:
     }
 
 
+@functools.cache
 def base_sizes(model: ModelConfig) -> Mapping[str, int]:
     """Return the size of each letter of dims that is not circled."""
     experts = model.experts

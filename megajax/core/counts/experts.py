@@ -61,7 +61,7 @@ def _of_routers(config: Config) -> Iterator[Expected]:
     """Yield the sums of the routers' statistics, once a step."""
     experts = config.model.experts
     assert experts is not None
-    layers = num_with_experts(config.model, config.model.num_layers)
+    layers = num_with_experts(config.model)
     sums, stages = (NUM_STATISTICS, experts.count), config.mesh.stages
     if axis := axes_text(config, 'replica', 'data', 'expert', 'context'):
         reduced, site = Array('f32', (layers // stages, *sums)), Site('gradients', 'step', axis)

@@ -19,7 +19,6 @@ from megajax.core.counts.declaration import (
     linear,
     norm,
     out_std,
-    stack_sizes,
 )
 
 # the sublayers of a layer without experts, in the order in which they are applied
@@ -152,11 +151,13 @@ def num_in_stack(model: ModelConfig, dim: str, layers: int) -> int:
 
     Each pipeline stage has the same share of each kind of layers.
     """
-    return layers if dim == 'L' else layers * stack_sizes(model)[dim] // model.num_layers
+    sizes = base_sizes(model)
+    return layers * sizes[dim] // sizes['L']
 
 
-def num_with_experts(model: ModelConfig, layers: int) -> int:
-    """Return how many of a device's `layers`, or of their runs, have experts."""
+def num_with_experts(model: ModelConfig, layers: int | None = None) -> int:
+    """Return how many of a device's `layers`, or of their runs, have experts; by default of all."""
+    layers = model.num_layers if layers is None else layers
     return num_in_stack(model, stacks(model)[-1].dim, layers) if model.experts else 0
 
 

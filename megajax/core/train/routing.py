@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from megajax.core.config import Config, TrainConfig
-from megajax.core.counts.layers import layers_of, stacks
+from megajax.core.counts.layers import num_with_experts
 from megajax.core.model import router
 from megajax.core.model.zero_sharding import sum_of_vector
 from megajax.core.parallel.layer_order import small_in_model_order, small_on_stages
@@ -42,8 +42,7 @@ def init_load(config: Config) -> jax.Array | None:
     experts = config.model.experts
     if experts is None:
         return None
-    layers = len(layers_of(config.model, stacks(config.model)[-1].dim))
-    return jnp.full((layers, experts.count), 1 / experts.count)
+    return jnp.full((num_with_experts(config.model), experts.count), 1 / experts.count)
 
 
 def attached(
