@@ -13,7 +13,7 @@ from megajax.core.counts.windows import block_of_window
 from megajax.core.model import context, context_bidirectional, context_halo, flash
 from megajax.core.model.context_heads import Masks, attend_by_heads
 from megajax.core.model.dropout import dropout, fold_in
-from megajax.core.model.kernels import causal_mask
+from megajax.core.model.kernels import LOWEST, causal_mask, scaled
 from megajax.core.model.norm import Norm, NormOverHeads, make_head_norm, norm_queries_and_keys
 from megajax.core.model.parameters import Parameters
 from megajax.core.model.passes import attend_by
@@ -78,8 +78,7 @@ class Attention(Sublayer):
         self, q_RSKGH: jax.Array, k_RSKH: jax.Array, v_RSKH: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return queries, keys and values with complete heads on each shard."""
-        batch, length, *_, head_dim = q_RSKGH.shape
-        shape = batch, length, self.config.num_heads, head_dim
+        shape = *q_RSKGH.shape[:2], -1, q_RSKGH.shape[-1]
         within_heads = self.layout.is_sharded('H')
         dims = 'RSnH' if within_heads else 'RSNh'
         q_RSNH = q_RSKGH.reshape(shape, out_sharding=self.layout(dims))
@@ -93,13 +92,11 @@ class Attention(Sublayer):
 
     def _copy_to_shards(self, k_RSKH: jax.Array) -> jax.Array:
         """Copy to each shard the key/value head that the shard's query heads share."""
-        batch, length, heads, head_dim = k_RSKH.shape
+        *outer, heads, size = k_RSKH.shape
         copies = self.layout.num_shards('N') // heads
         k_RSKH = jax.reshard(k_RSKH, self.layout('RSkh'))  # all-gather
-        shape = batch, length, heads, copies, head_dim
-        k_RSKH = jnp.broadcast_to(k_RSKH[:, :, :, None], shape).reshape(
-            batch, length, heads * copies, head_dim
-        )
+        copied = jnp.broadcast_to(k_RSKH[:, :, :, None], (*outer, heads, copies, size))
+        k_RSKH = copied.reshape(*outer, heads * copies, size)
         return jax.reshard(k_RSKH, self.layout('RSNh'))  # nothing forward, all-gather backward
 
 
@@ -285,12 +282,8 @@ def attend_where(
 
 
 def _scores(q_RSNH: jax.Array, k_RYKH: jax.Array, layout: Layout, scale: float) -> jax.Array:
-    batch, length, heads, head_dim = q_RSNH.shape
-    groups = k_RYKH.shape[2]
-    grouped = batch, length, groups, heads // groups, head_dim
-    # In fp32, because 16 bits have no number close to 128**-0.5.
-    scaled_RSNH = (q_RSNH.astype(jnp.float32) * scale).astype(q_RSNH.dtype)
-    q_RSKGH = scaled_RSNH.reshape(grouped, out_sharding=layout('RSN-h'))
+    grouped = *q_RSNH.shape[:2], k_RYKH.shape[2], -1, q_RSNH.shape[-1]
+    q_RSKGH = scaled(q_RSNH, scale).reshape(grouped, out_sharding=layout('RSN-h'))
     return jnp.einsum('rskgh,rykh->rkgsy', q_RSKGH, k_RYKH, preferred_element_type=jnp.float32)
 
 
@@ -304,12 +297,11 @@ def _weighted(
     rate: float,
 ) -> jax.Array:
     if allowed is not None:
-        score_RKGSY = jnp.where(allowed, score_RKGSY, jnp.finfo(jnp.float32).min)
+        score_RKGSY = jnp.where(allowed, score_RKGSY, LOWEST)
     weight_RKGSY = softmax(score_RKGSY, sinks_N, layout)
     weight_RKGSY = dropout(weight_RKGSY, rate, key_R, layout('N-sy'))
     o_RSKGH = jnp.einsum('rkgsy,rykh->rskgh', weight_RKGSY.astype(v_RYKH.dtype), v_RYKH)
-    rows, length, groups, per_group, head_dim = o_RSKGH.shape
-    shape = rows, length, groups * per_group, head_dim
+    shape = *o_RSKGH.shape[:2], -1, o_RSKGH.shape[-1]
     return o_RSKGH.reshape(shape, out_sharding=layout('RSNh'))
 
 

@@ -108,12 +108,10 @@ def _exchanges(shards: int) -> tuple[Exchange, Exchange]:
         return (lax.all_to_all(x, CONTEXT, 1, 2, tiled=True),)  # all-to-all over context
 
     def tokens_alone(x: jax.Array) -> tuple[jax.Array]:
-        rows, tokens, heads, head_dim = x.shape
-        return (x.reshape(rows, tokens * shards, heads // shards, head_dim),)
+        return (x.reshape(len(x), -1, x.shape[2] // shards, x.shape[3]),)
 
     def heads_alone(x: jax.Array) -> tuple[jax.Array]:
-        rows, tokens, heads, head_dim = x.shape
-        return (x.reshape(rows, tokens // shards, heads * shards, head_dim),)
+        return (x.reshape(len(x), x.shape[1] // shards, -1, x.shape[3]),)
 
     on_heads = per_device(gather_tokens, lambda specs: specs, tokens_alone)
     on_tokens = per_device(gather_heads, lambda specs: specs, heads_alone)

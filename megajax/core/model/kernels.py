@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-LOWEST = float(jnp.finfo(jnp.float32).min)
+LOWEST = jnp.finfo(jnp.float32).min
 Three = tuple[jax.Array, jax.Array, jax.Array]
 Lengths = tuple[jax.Array, jax.Array]
 
@@ -216,7 +216,7 @@ def _xla_backward(
     scale: float,
 ) -> Three:
     groups, dtype = k_RYKH.shape[2], q_RSNH.dtype
-    q_RSKGH, do_RSKGH = _grouped(_scaled(q_RSNH, scale), groups), _grouped(do_RSNH, groups)
+    q_RSKGH, do_RSKGH = _grouped(scaled(q_RSNH, scale), groups), _grouped(do_RSNH, groups)
     mask_R1SY = _with_lengths(mask_R1SY, lengths, q_RSNH, k_RYKH)
     score_RKGSY = _scores(q_RSNH, k_RYKH, scale, causal, mask_R1SY, window)
     lse_RKGS = lse_RNS.reshape(score_RKGSY.shape[:-1])
@@ -256,7 +256,7 @@ def _scores(
     mask_R1SY: jax.Array | None,
     window: int | None,
 ) -> jax.Array:
-    q_RSKGH = _grouped(_scaled(q_RSNH, scale), k_RYKH.shape[2])
+    q_RSKGH = _grouped(scaled(q_RSNH, scale), k_RYKH.shape[2])
     score_RKGSY = _product('rskgh,rykh->rkgsy', q_RSKGH, k_RYKH)
     if mask_R1SY is not None:
         score_RKGSY = jnp.where(mask_R1SY[:, :, None], score_RKGSY, LOWEST)
@@ -282,14 +282,13 @@ def same_document(document_RS: jax.Array | None) -> jax.Array | None:
     return document_RS[:, None, :, None] == document_RS[:, None, None, :]
 
 
-def _scaled(q_RSNH: jax.Array, scale: float) -> jax.Array:
-    # In fp32, because 16 bits have no number close to 128**-0.5.
+def scaled(q_RSNH: jax.Array, scale: float) -> jax.Array:
+    """Return queries times a factor, in fp32: 16 bits have no number close to 128**-0.5."""
     return (q_RSNH.astype(jnp.float32) * scale).astype(q_RSNH.dtype)
 
 
 def _grouped(x_RSNH: jax.Array, groups: int) -> jax.Array:
-    rows, length, heads, head_dim = x_RSNH.shape
-    return x_RSNH.reshape(rows, length, groups, heads // groups, head_dim)
+    return x_RSNH.reshape(*x_RSNH.shape[:2], groups, -1, x_RSNH.shape[-1])
 
 
 def _product(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ from jax import lax
 
 from megajax.core.config import ModelConfig
 from megajax.core.model.attention import Core, attend, softmax
+from megajax.core.model.kernels import LOWEST, scaled
 from megajax.core.parallel.layout import Layout
 
 
@@ -127,14 +128,13 @@ def _attend_to_cache(
 
     The query's own key and value are not in the cache yet. The softmax is in fp32.
     """
-    batch, groups, _, head_dim = cache.k_BKYH.shape
-    q_BNH = (q_B1NH[:, 0].astype(jnp.float32) * scale).astype(q_B1NH.dtype)  # as in `attention`
-    q_BKGH = q_BNH.reshape(batch, groups, -1, head_dim, out_sharding=layout('BN-h'))
+    grouped = *cache.k_BKYH.shape[:2], -1, cache.k_BKYH.shape[-1]
+    q_BKGH = scaled(q_B1NH[:, 0], scale).reshape(grouped, out_sharding=layout('BN-h'))
     score_BKGY = jnp.einsum(
         'bkgh,bkyh->bkgy', q_BKGH, cache.k_BKYH, preferred_element_type=jnp.float32
     )
     allowed = jnp.expand_dims(read_BY, (1, 2))
-    score_BKGY = jnp.where(allowed, score_BKGY, jnp.finfo(jnp.float32).min)
+    score_BKGY = jnp.where(allowed, score_BKGY, LOWEST)
     own_BKG1 = jnp.einsum('bkgh,bkyh->bkgy', q_BKGH, own.k_BKYH, preferred_element_type=jnp.float32)
     score_BKGY = jnp.concatenate([score_BKGY, own_BKG1], axis=-1)
     weight_BKGY = softmax(score_BKGY, sinks_N, layout).astype(q_B1NH.dtype)
