@@ -16,7 +16,7 @@ from jax import lax
 from megajax.core.config import ModelConfig, VisionConfig
 from megajax.core.config.model import encoder_layers
 from megajax.core.model.activation import activate
-from megajax.core.model.arr_coc.texture import texture
+from megajax.core.model.arr_coc.texture import patch_places, texture
 from megajax.core.model.block import Block
 from megajax.core.model.computation import Computation
 from megajax.core.model.linear import add_bias
@@ -201,10 +201,8 @@ def places(grid_I2: jax.Array, config: VisionConfig) -> tuple[jax.Array, jax.Arr
 
     The patches of a unit are neighbors; units are in raster order.
     """
-    patch, merge = jnp.arange(config.max_patches)[None], config.merge_size
-    rows, columns = grid_I2[:, :1], grid_I2[:, 1:]
-    unit, within = patch // config.unit, patch % config.unit
-    units_in_row = jnp.maximum(columns // merge, 1)
-    row = unit // units_in_row * merge + within // merge
-    column = unit % units_in_row * merge + within % merge
-    return jnp.stack([row, column], -1), (patch < rows * columns).astype(jnp.int32)
+    count = config.max_patches
+    of_image = partial(patch_places, count=count, merge_size=config.merge_size)
+    place_IP2 = jnp.stack(jax.vmap(of_image)(grid_I2), -1)
+    is_part_IP = jnp.arange(count)[None] < grid_I2[:, :1] * grid_I2[:, 1:]
+    return place_IP2, is_part_IP.astype(jnp.int32)
