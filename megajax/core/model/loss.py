@@ -190,9 +190,9 @@ def _sum_over_chunk(
 ) -> Sums:
     """Return the two weighted sums over x [B, shards of T, tokens, D].
 
-    `cast_dV` is the head's weight in the dtype of x, cast once for all chunks. Its gradient, in
-    fp32, becomes that of the weight in `head`, which is not read. Every device has the labels and
-    weights of all shards.
+    `cast_dV` is the head's weight in the dtype of x, cast once for all chunks. The weight in `head`
+    is not read; it only gets the gradient, in fp32. Every device has the labels and weights of all
+    shards.
     """
     head_dV, bias_V = head
     with jax.named_scope('head'):

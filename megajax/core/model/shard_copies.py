@@ -38,7 +38,7 @@ def copy_to_shards(params: Any, layout: Layout, *, encoder_only: bool = False) -
     """Give each shard its own copy of the parameters that are applied along a sharded dim.
 
     The copies are a new dim before the last one, or for the vision encoder before the first one;
-    other parameters are unchanged. With `encoder_only`, those of the decoder are unchanged too.
+    other parameters are unchanged. With `encoder_only`, the decoder is unchanged.
     """
 
     def copy(declared: Parameter, x: jax.Array) -> jax.Array:
