@@ -16,6 +16,7 @@ from jax import lax
 
 from megajax.core.model.kernels import Lengths
 from megajax.core.parallel.layout import Layout
+from megajax.core.parallel.zigzag import in_order, in_shards
 
 
 def shared(first_RS: jax.Array, stop_R: jax.Array, num_keys: int) -> Lengths:
@@ -36,7 +37,7 @@ def of_all_shards(document_BS: jax.Array, layout: Layout, *, ordered: bool) -> j
     shards = layout.num_shards('S')
     with jax.named_scope('documents'):
         ids = jax.reshard(document_BS, layout('Bs'))  # all-gather over context
-        ids = _in_order(ids, layout) if ordered else ids
+        ids = in_order(ids, shards) if ordered else ids
         copies = jnp.broadcast_to(ids[:, None], (batch, shards, length))
         copies = jax.reshard(copies, layout('BS-'))
         return copies.reshape(batch, shards * length, out_sharding=layout('BS'))
@@ -48,23 +49,11 @@ def first_tokens(document_BS: jax.Array, layout: Layout) -> jax.Array:
     `document_BS` numbers the documents of a batch, in the order of `zigzag.py`. All context shards
     gather these numbers, once per step.
     """
-    batch, length = document_BS.shape
-    shards = layout.num_shards('S')
+    length, shards = document_BS.shape[1], layout.num_shards('S')
     with jax.named_scope('documents'):
         document_BS = jax.reshard(document_BS, layout('Bs'))  # all-gather over context
-        ids = _in_order(document_BS, layout)
+        ids = in_order(document_BS, shards)
         place = jnp.arange(length, dtype=jnp.int32)[None]
         is_first = (ids != jnp.roll(ids, 1, axis=1)) | (place == 0)
         first = lax.cummax(jnp.where(is_first, place, 0), axis=1)
-        chunks = first.reshape(batch, 2, shards, -1, out_sharding=layout('B---'))
-        by_shard = jnp.stack([chunks[:, 0], jnp.flip(chunks[:, 1], 1)], axis=2)
-        return jax.reshard(by_shard.reshape(batch, length, out_sharding=layout('Bs')), layout('BS'))
-
-
-def _in_order(document_BS: jax.Array, layout: Layout) -> jax.Array:
-    """Return the unsharded documents of tokens that are in the order of `zigzag.py`, in order."""
-    (batch, length), shards = document_BS.shape, layout.num_shards('S')
-    of_shards = batch, shards, 2, length // (2 * shards)
-    chunks = document_BS.reshape(of_shards, out_sharding=layout('B---'))
-    in_order = jnp.concatenate([chunks[:, :, 0], jnp.flip(chunks[:, :, 1], 1)], axis=1)
-    return in_order.reshape(batch, length, out_sharding=layout('Bs'))
+        return jax.reshard(in_shards(first, shards), layout('BS'))
