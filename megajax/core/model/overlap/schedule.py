@@ -110,8 +110,9 @@ class Schedule:
     def _head(self, head_Vd: jax.Array | None) -> Matrix | None:
         if head_Vd is None:
             return None
-        key = len(SUBLAYERS) * self.config.num_layers, 'first'
-        return Matrix(key, 'head', head_Vd, None, 'Vd', self.layout, self.computation.dtype)
+        return Matrix(
+            (-1, 'head'), 'head', head_Vd, None, 'Vd', self.layout, self.computation.dtype
+        )
 
     def _sublayers(
         self,
