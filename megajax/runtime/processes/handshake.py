@@ -53,10 +53,10 @@ class Guest:
 class Greetings:
     """The connections to process 0 until all processes of the run are authenticated."""
 
-    def __init__(self, start: Start, server: socket.socket):
+    def __init__(self, start: Start, server: socket.socket, gpus: str):
         self.start, self.server = start, server
         self.joined: dict[int, Guest] = {}
-        self._users = {(own_host(), start.unlisted_gpus()): 0}  # process by its host and GPUs
+        self._users = {(own_host(), gpus): 0}  # process by its host and GPUs
         self._strangers: list[Guest] = []  # connections, the oldest first
         self._drops = 0
         self._selector = selectors.DefaultSelector()

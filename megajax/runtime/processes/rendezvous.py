@@ -46,10 +46,12 @@ def gather(start: Start) -> tuple[Peers, int]:
     the processes have different values for their number, or if two would use the same GPUs.
     """
     allow_open_files(CONNECTIONS * start.count)
-    return _gather_all(start) if start.index == 0 else _join(start)
+    # Before the first connection: nvidia-smi can take longer than a handshake may.
+    gpus = start.unlisted_gpus()
+    return _gather_all(start, gpus) if start.index == 0 else _join(start, gpus)
 
 
-def _gather_all(start: Start) -> tuple[Peers, int]:
+def _gather_all(start: Start, gpus: str) -> tuple[Peers, int]:
     if start.bind is None:
         logger.warning(
             'process 0 listens on all interfaces, because it has none with the address of %s: '
@@ -58,7 +60,7 @@ def _gather_all(start: Start) -> tuple[Peers, int]:
             BIND,
         )
     with closing(_listen(start, start.port)) as server:
-        joined = Greetings(start, server).wait()
+        joined = Greetings(start, server, gpus).wait()
     with closing(_listen(start, 0)) as unused:
         port: int = unused.getsockname()[1]
     for guest in joined.values():
@@ -75,12 +77,12 @@ def _gather_all(start: Start) -> tuple[Peers, int]:
     return peers, port
 
 
-def _join(start: Start) -> tuple[Peers, int]:
+def _join(start: Start, gpus: str) -> tuple[Peers, int]:
     connection = _connect(start, time.monotonic() + start.timeout)
     link = Connection(connection, f'process 0 on {start.host}')
     # Process 0 may have started only now, and waits for all of this time.
     link.socket.settimeout(start.timeout + LONGER)
-    nonces = _greet(start, link)
+    nonces = _greet(start, link, gpus)
     answer, *later = _receive(start, link)
     link.socket.settimeout(None)
     if answer['event'] == 'denied' or (
@@ -101,7 +103,7 @@ def _join(start: Start) -> tuple[Peers, int]:
     _end_without_process_0(start)
 
 
-def _greet(start: Start, link: Connection) -> tuple[str, str]:
+def _greet(start: Start, link: Connection, gpus: str) -> tuple[str, str]:
     """Answer process 0's challenge; return its nonce and the nonce of this process."""
     match _receive(start, link)[0]:
         case {'event': 'challenge', 'nonce': str(challenge)}:
@@ -113,7 +115,7 @@ def _greet(start: Start, link: Connection) -> tuple[str, str]:
         'process': start.index,
         'processes': start.count,
         'host': own_host(),
-        'gpus': start.unlisted_gpus(),
+        'gpus': gpus,
         'nonce': nonce,
     }
     link.send(**sign(start.token, hello, challenge))

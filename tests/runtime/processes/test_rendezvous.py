@@ -73,13 +73,16 @@ def test_the_name_of_an_interface_is_refused_with_what_to_give_instead() -> None
         _listen(start('no-such-eth0'), 0)
 
 
-def make_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+TWO_GPUS = 'echo "GPU 0: H100 (UUID: GPU-1)"; echo "GPU 1: H100 (UUID: GPU-2)"'
+
+
+def make_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str = TWO_GPUS) -> None:
     command = folder / 'nvidia-smi'
-    command.write_text(
-        '#!/bin/sh\necho "GPU 0: H100 (UUID: GPU-1)"; echo "GPU 1: H100 (UUID: GPU-2)"\n'
-    )
+    command.write_text(f'#!/bin/sh\n{script}\n')
     command.chmod(0o755)
     monkeypatch.setenv('PATH', str(folder), prepend=os.pathsep)
+    for name in ('JAX_PLATFORMS', 'CUDA_VISIBLE_DEVICES', 'JAX_LOCAL_DEVICE_IDS'):
+        monkeypatch.delenv(name, raising=False)
 
 
 def connect(port: int) -> socket.socket:
@@ -198,8 +201,6 @@ def test_processes_of_one_host_that_would_use_the_same_gpus_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     make_nvidia_smi(tmp_path, monkeypatch)
-    for name in ('JAX_PLATFORMS', 'CUDA_VISIBLE_DEVICES', 'JAX_LOCAL_DEVICE_IDS'):
-        monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     with socket.create_server(('127.0.0.1', 0)) as server:
@@ -220,6 +221,26 @@ def test_processes_of_one_host_that_would_use_the_same_gpus_are_refused(
     for each in peers:
         each.links[0].socket.shutdown(socket.SHUT_RDWR)
         each._watcher.join(10)
+
+
+def test_a_process_connects_when_nvidia_smi_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = tmp_path / 'ended'
+    make_nvidia_smi(tmp_path, monkeypatch, f'touch {ended}')
+
+    def join(port: int) -> None:
+        with pytest.raises(SystemExit, match='ended before all 2 had connected'):
+            gather(replace(start('127.0.0.1', port), index=1))
+
+    with socket.create_server(('127.0.0.1', 0)) as server:
+        thread = threading.Thread(target=join, args=server.getsockname()[1:])
+        thread.start()
+        connection, _ = server.accept()  # from now on, process 0 counts the seconds
+        has_ended = ended.exists()
+        connection.close()
+        thread.join(30)
+    assert has_ended
 
 
 def test_gpus_are_compared_by_their_uuids_if_nvidia_smi_lists_them(
