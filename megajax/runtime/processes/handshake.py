@@ -10,6 +10,7 @@ import logging
 import selectors
 import socket
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -54,9 +55,8 @@ class Greetings:
     """The connections to process 0 until all processes of the run are authenticated."""
 
     def __init__(self, start: Start, server: socket.socket, gpus: str):
-        self.start, self.server = start, server
+        self.start, self.server, self._gpus = start, server, gpus
         self.joined: dict[int, Guest] = {}
-        self._users = {(own_host(), gpus): 0}  # process by its host and GPUs
         self._strangers: list[Guest] = []  # connections, the oldest first
         self._drops = 0
         self._selector = selectors.DefaultSelector()
@@ -65,7 +65,8 @@ class Greetings:
         """Wait for the handshake of all other processes; return their connections by process index.
 
         The process exits with code 75 after `start.timeout` seconds, or if a process is lost before
-        all have connected. Raises ConfigError if a process does not belong to this run.
+        all have connected. Raises ConfigError if a process does not belong to this run, and in all
+        processes if two of them would use the same GPUs.
         """
         deadline = time.monotonic() + self.start.timeout
         silent_until = time.monotonic() + SILENT_SECONDS
@@ -88,6 +89,7 @@ class Greetings:
                         self._hear(key.data)
         for stranger in self._strangers:
             stranger.link.socket.close()
+        self._refuse_shared_gpus()
         return self.joined
 
     def _seconds_until(self, deadline: float) -> float:
@@ -160,20 +162,25 @@ class Greetings:
                 f'of {self.start.count} expects every other process once: '
                 f'give all the same {PROCESSES}, and each its own index'
             )
-            self._refuse(guest, why)
-        other = self._users.setdefault((guest.host, guest.gpus), index)
-        if guest.gpus and other != index:
-            self._refuse(
-                guest,
-                f'{guest.link.name} uses the same GPUs as process {other}: '
-                f'start one process per host, or list the GPUs of each in {LOCAL_DEVICES}',
-            )
+            self._refuse([guest], why)
         self._strangers.remove(guest)
         self.joined[index] = guest
         guest.link.socket.settimeout(None)
 
-    def _refuse(self, guest: Guest, why: str) -> NoReturn:
-        guest.answer(self.start.token, event='refused', why=why)
+    def _refuse_shared_gpus(self) -> None:
+        users = {(own_host(), self._gpus): 0}  # process by its host and GPUs
+        for index, guest in sorted(self.joined.items()):
+            other = users.setdefault((guest.host, guest.gpus), index)
+            if guest.gpus and other != index:
+                why = (
+                    f'{guest.link.name} uses the same GPUs as process {other}: '
+                    f'start one process per host, or list the GPUs of each in {LOCAL_DEVICES}'
+                )
+                self._refuse(self.joined.values(), why)
+
+    def _refuse(self, guests: Iterable[Guest], why: str) -> NoReturn:
+        for guest in guests:
+            guest.answer(self.start.token, event='refused', why=why)
         raise ConfigError(why)
 
     def _drop(self, stranger: Guest, why: str) -> None:

@@ -43,7 +43,8 @@ def gather(start: Start) -> tuple[Peers, int]:
     Returns the peers, which are watched from now on, and the port for jax's coordinator on the host
     of process 0. After `start.timeout` seconds the process exits with code 75 and one line that
     names the address and the missing processes. Raises ConfigError if process 0 cannot listen, if
-    the processes have different values for their number, or if two would use the same GPUs.
+    the processes have different values for their number, or, in all processes, if two would use
+    the same GPUs.
     """
     allow_open_files(CONNECTIONS * start.count)
     # Before the first connection: nvidia-smi can take longer than a handshake may.

@@ -184,19 +184,21 @@ def meet(port: int, gpus: tuple[tuple[int, ...] | None, ...]) -> dict[int, Peers
 
 
 @pytest.mark.parametrize(
-    ('environ', 'gpus', 'are_shared'),
+    ('environ', 'gpus', 'same'),
     [
-        ({}, (None, None), True),
-        ({'CUDA_VISIBLE_DEVICES': '1'}, (None, None), True),
-        ({}, ((0,), (1,)), False),
-        ({'JAX_LOCAL_DEVICE_IDS': '0'}, (None, None), False),
-        ({'JAX_PLATFORMS': 'cpu'}, (None, None), False),
+        ({}, (None, None), (0, 1)),
+        ({}, (None, None, None, None), (0, 1)),
+        ({}, ((0,), None, None), (1, 2)),
+        ({'CUDA_VISIBLE_DEVICES': '1'}, (None, None), (0, 1)),
+        ({}, ((0,), (1,)), ()),
+        ({'JAX_LOCAL_DEVICE_IDS': '0'}, (None, None), ()),
+        ({'JAX_PLATFORMS': 'cpu'}, (None, None), ()),
     ],
 )
-def test_processes_of_one_host_that_would_use_the_same_gpus_are_refused(
+def test_all_processes_are_refused_if_two_of_one_host_would_use_the_same_gpus(
     environ: dict[str, str],
     gpus: tuple[tuple[int, ...] | None, ...],
-    are_shared: bool,
+    same: tuple[int, ...],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -206,16 +208,15 @@ def test_processes_of_one_host_that_would_use_the_same_gpus_are_refused(
     with socket.create_server(('127.0.0.1', 0)) as server:
         port = server.getsockname()[1]
     met = meet(port, gpus)
-    host = socket.gethostname()
-    error = (
-        f'process 1 on {host} uses the same GPUs as process 0: start one process per host, '
-        'or list the GPUs of each in JAX_LOCAL_DEVICE_IDS'
-    )
     peers = [each for each in met.values() if isinstance(each, Peers)]
-    assert [str(each) for each in met.values() if isinstance(each, ConfigError)] == (
-        [error, error] if are_shared else []
-    )
-    assert len(peers) == (0 if are_shared else 2)
+    assert len(met) == len(gpus)
+    if same:
+        error = (
+            f'process {same[1]} on {socket.gethostname()} uses the same GPUs as process {same[0]}: '
+            'start one process per host, or list the GPUs of each in JAX_LOCAL_DEVICE_IDS'
+        )
+        assert {str(each) for each in met.values()} == {error}
+    assert len(peers) == (0 if same else len(gpus))
     for each in peers:
         each.done()
     for each in peers:
