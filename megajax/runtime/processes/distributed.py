@@ -72,7 +72,10 @@ def initialize(start: Start | None = None) -> Peers | None:
     processes do not all connect in time, or if one is lost later. Raises ConfigError if the
     environment is invalid or jax is already in use.
     """
-    start = start or read_start()
+    # The platforms may have been set in jax.config rather than in the environment.
+    platforms: str = jax.config.jax_platforms or ''  # type: ignore[attr-defined]
+    environ = {**os.environ, 'JAX_PLATFORMS': platforms}
+    start = start or read_start(environ)
     if start is None or jax.distributed.is_initialized():
         return None
     if backends_are_initialized():
@@ -84,7 +87,7 @@ def initialize(start: Start | None = None) -> Peers | None:
     check_certificates(
         os.environ, jax=jax.__version__, has_mutual_tls=hasattr(jax.config, JAX_OPTION)
     )
-    peers, port = gather(start)
+    peers, port = gather(start, environ)
     _avoid_proxies(start)
     jax.config.update('jax_cpu_collectives_implementation', 'gloo')
     try:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 
 from megajax.base.errors import ConfigError
-from megajax.core.hardware.visible import visible_gpus, visible_uuids
+from megajax.core.hardware.visible import has_cuda_plugin, visible_gpus, visible_uuids
 from megajax.runtime.processes.launchers import OPEN_MPI, TORCH, Place, find_place
 
 COORDINATOR, PROCESSES, PROCESS = 'MEGAJAX_COORDINATOR', 'MEGAJAX_PROCESSES', 'MEGAJAX_PROCESS'
@@ -49,10 +49,11 @@ class Start:
     def unlisted_gpus(self, environ: Mapping[str, str] = os.environ) -> str:
         """Return the UUIDs of the GPUs of a process that uses all that it sees.
 
-        Returns '' if they are unknown, or if the process has a list of GPUs or uses none.
+        Returns '' if they are unknown, or if the process has a list of GPUs or uses none, for
+        example because jax's plugin for GPUs is not installed.
         """
         is_listed = self.gpus is not None or LOCAL_DEVICES in environ
-        return '' if is_listed else ','.join(visible_uuids(environ))
+        return '' if is_listed or not has_cuda_plugin() else ','.join(visible_uuids(environ))
 
 
 def check_host_name() -> None:

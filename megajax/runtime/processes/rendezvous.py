@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Mapping
 from contextlib import closing
 from typing import NoReturn
 
@@ -37,7 +38,7 @@ UNRESOLVED = socket.EAI_NONAME, socket.EAI_AGAIN, socket.EAI_FAIL
 logger = logging.getLogger(__name__)
 
 
-def gather(start: Start) -> tuple[Peers, int]:
+def gather(start: Start, environ: Mapping[str, str] = os.environ) -> tuple[Peers, int]:
     """Wait until all processes have connected to process 0.
 
     Returns the peers, which are watched from now on, and the port for jax's coordinator on the host
@@ -48,7 +49,7 @@ def gather(start: Start) -> tuple[Peers, int]:
     """
     allow_open_files(CONNECTIONS * start.count)
     # Before the first connection: nvidia-smi can take longer than a handshake may.
-    gpus = start.unlisted_gpus()
+    gpus = start.unlisted_gpus(environ)
     return _gather_all(start, gpus) if start.index == 0 else _join(start, gpus)
 
 

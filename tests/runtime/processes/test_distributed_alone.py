@@ -3,14 +3,17 @@
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from types import SimpleNamespace
+from typing import NoReturn
 
 import jax
 import pytest
 
 from megajax.core.config import ConfigError
+from megajax.core.hardware import visible
 from megajax.core.parallel import mesh
-from megajax.runtime.processes import distributed, peers
+from megajax.runtime.processes import distributed, environment, peers
 from megajax.runtime.processes.distributed import NO_PROXIES, PROXIES, _avoid_proxies, processes
 from megajax.runtime.processes.environment import Start
 from megajax.runtime.processes.peers import Peers
@@ -80,8 +83,8 @@ def test_jax_listens_on_the_interface_that_the_environment_names(monkeypatch, bi
     asked = {}
     start = Start(index=0, count=2, host='a', port=1, bind=bind, timeout=60)
     monkeypatch.setattr(distributed, 'backends_are_initialized', lambda: False)
-    monkeypatch.setattr(distributed, 'read_start', lambda: start)
-    monkeypatch.setattr(distributed, 'gather', lambda _: (Peers(1, []), 1234))
+    monkeypatch.setattr(distributed, 'read_start', lambda _: start)
+    monkeypatch.setattr(distributed, 'gather', lambda *_: (Peers(1, []), 1234))
     kept_from_proxies = []
     monkeypatch.setattr(distributed, '_avoid_proxies', kept_from_proxies.append)
     monkeypatch.setattr(jax.config, 'update', lambda *_: None)
@@ -99,7 +102,7 @@ def test_jax_gets_the_gpus_of_the_process_unless_the_user_has_chosen(monkeypatch
     asked = {}
     start = Start(index=0, count=2, host='a', port=1, bind=None, timeout=60, gpus=(2, 3))
     monkeypatch.setattr(distributed, 'backends_are_initialized', lambda: False)
-    monkeypatch.setattr(distributed, 'gather', lambda _: (Peers(1, []), 1234))
+    monkeypatch.setattr(distributed, 'gather', lambda *_: (Peers(1, []), 1234))
     monkeypatch.setattr(distributed, '_avoid_proxies', lambda _: None)
     monkeypatch.setattr(jax.config, 'update', lambda *_: None)
     monkeypatch.setattr(jax.distributed, 'initialize', lambda *_, **named: asked.update(named))
@@ -110,9 +113,29 @@ def test_jax_gets_the_gpus_of_the_process_unless_the_user_has_chosen(monkeypatch
     assert asked['local_device_ids'] == devices
 
 
+def test_a_process_that_jax_config_keeps_on_the_cpu_uses_no_gpu(monkeypatch):
+    used = []
+    monkeypatch.setattr(environment, 'has_cuda_plugin', lambda: True)
+    monkeypatch.setattr(visible, '_listed', lambda: ['GPU-1'])
+    monkeypatch.setattr(distributed, 'backends_are_initialized', lambda: False)
+    monkeypatch.delenv('JAX_PLATFORMS')
+    for name, value in {'PROCESSES': '2', 'PROCESS': '0', 'COORDINATOR': 'a:1'}.items():
+        monkeypatch.setenv(f'MEGAJAX_{name}', value)
+
+    def gather(start: Start, environ: Mapping[str, str] = os.environ) -> NoReturn:
+        used.append(start.unlisted_gpus(environ))
+        raise ConfigError('it has asked')
+
+    monkeypatch.setattr(distributed, 'gather', gather)
+    assert jax.config.jax_platforms == 'cpu'
+    with pytest.raises(ConfigError, match='it has asked'):
+        distributed.initialize()
+    assert used == ['']
+
+
 def test_a_process_that_uses_jax_already_is_refused_before_it_waits_for_the_others(monkeypatch):
     start = Start(index=1, count=2, host='127.0.0.1', port=9, bind=None, timeout=60)
-    monkeypatch.setattr(distributed, 'gather', lambda _: pytest.fail('it waits'))
+    monkeypatch.setattr(distributed, 'gather', lambda *_: pytest.fail('it waits'))
     jax.devices()
     with pytest.raises(ConfigError, match='jax is already in use'), processes(start):
         pass

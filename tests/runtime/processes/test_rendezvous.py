@@ -13,7 +13,7 @@ from typing import NoReturn
 import pytest
 
 from megajax.core.config import ConfigError
-from megajax.runtime.processes import handshake, peers, rendezvous
+from megajax.runtime.processes import environment, handshake, peers, rendezvous
 from megajax.runtime.processes.environment import BIND, Start
 from megajax.runtime.processes.peers import LAUNCHED, Peers
 from megajax.runtime.processes.rendezvous import _listen, gather
@@ -81,6 +81,7 @@ def make_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str =
     command.write_text(f'#!/bin/sh\n{script}\n')
     command.chmod(0o755)
     monkeypatch.setenv('PATH', str(folder), prepend=os.pathsep)
+    monkeypatch.setattr(environment, 'has_cuda_plugin', lambda: True)
     for name in ('JAX_PLATFORMS', 'CUDA_VISIBLE_DEVICES', 'JAX_LOCAL_DEVICE_IDS'):
         monkeypatch.delenv(name, raising=False)
 
@@ -253,6 +254,14 @@ def test_gpus_are_compared_by_their_uuids_if_nvidia_smi_lists_them(
     assert own.unlisted_gpus({'CUDA_VISIBLE_DEVICES': '1,GPU-1'}) == 'GPU-2,GPU-1'
     monkeypatch.setenv('PATH', str(tmp_path / 'none'))
     assert own.unlisted_gpus({'CUDA_VISIBLE_DEVICES': '0'}) == ''
+
+
+def test_a_process_uses_no_gpus_without_the_plugin_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_nvidia_smi(tmp_path, monkeypatch)
+    monkeypatch.setattr(environment, 'has_cuda_plugin', lambda: False)
+    assert start('127.0.0.1').unlisted_gpus({}) == ''
 
 
 def test_a_run_of_many_processes_may_open_a_connection_to_each() -> None:
