@@ -134,6 +134,10 @@ def test_captions_in_files_next_to_their_images_are_refused_with_the_command_tha
     command = str(found.value).rpartition('in the folder: ')[2]
     command = command.replace('python -c', f'{sys.executable} -c')
     subprocess.run(['sh', '-c', command], check=True, cwd=folder)
+    lines = map(json.loads, (folder / 'NEW.jsonl').read_text('utf-8').splitlines())
+    captions = [f'the color of {name} ' * 2 for name in ('a', 'more/b')]
+    # On a line of its own, a caption counts whole with relevance, too.
+    assert [line['text'] for line in lines] == [f'<image>\n{caption}' for caption in captions]
     data = load_data(config(folder, split='100,0,0'))
     assert data.summary.startswith('2 documents with 2 images')
     assert 'are not used' not in caplog.text

@@ -42,8 +42,8 @@ CAPTION_SUFFIXES = '.txt', '.caption', '.json'  # of the files with the caption 
 # The program that writes the images of a folder, and their captions, as JSON lines.
 CAPTIONS = (
     'python -c "import json, pathlib; '
-    "[print(json.dumps({{'text': '<image>' + text.read_text('utf-8'), 'images': [str(image)]}})) "
-    "for text in sorted(pathlib.Path('.').rglob('*{text}')) "
+    "[print(json.dumps({{'text': '<image>\\n' + text.read_text('utf-8'), "
+    "'images': [str(image)]}})) for text in sorted(pathlib.Path('.').rglob('*{text}')) "
     'for image in map(text.with_suffix, {images}) if image.exists()]" > NEW.jsonl'
 )
 
