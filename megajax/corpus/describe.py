@@ -115,8 +115,9 @@ def verify(
         lines.append(f'{bin_path}: matches the SHA-256 in its manifest')
     limit = vocab_size or (manifest.vocab_size if manifest else None)
     if len(sequences.tokens):
-        # The digest of a manifest has been checked, so an earlier reading of the ids still holds.
-        low, high = token_range(sequences, anew=manifest is None)
+        # If the digest of a manifest has been checked, an earlier reading of its ids still holds.
+        anew = manifest is None or token_range(sequences)[1] != manifest.max_token
+        low, high = token_range(sequences, anew=anew)
         if limit is not None:
             check_token_ids(sequences, limit, (low, high))
         lines.append(

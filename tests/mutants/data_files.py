@@ -111,12 +111,13 @@ def write_pair(folder: Path) -> None:
 def read_pair(path: Path) -> None:
     from megajax.runtime.data.sources.manifest import Manifest
     from megajax.runtime.data.tokens import indexed
-    from megajax.runtime.data.tokens.token_ids import check_token_ids
+    from megajax.runtime.data.tokens.token_ids import check_token_ids, token_range
 
     if path.suffix == '.json':
         Manifest.read(path.with_name('pair'))
     else:
-        check_token_ids(indexed.read_pair(path.with_name('pair')), 300)
+        sequences = indexed.read_pair(path.with_name('pair'))
+        check_token_ids(sequences, 300, token_range(sequences))
 
 
 def write_pictures(folder: Path) -> None:

@@ -75,6 +75,9 @@ def check_pairs(config: Config, pairs: Sequence[Pair], tokenizer: Tokenizer | No
             if manifest and manifest.max_token >= vocab_size and len(sequences.tokens):
                 _check_largest(manifest, sequences)
             known = _range(sequences) if high is None else (0, high)
+            limit = vocab_size if unchecked is None else min(vocab_size, unchecked.vocab_size)
+            if high is None and (known[0] < 0 or known[1] >= limit):
+                known = _range(sequences, anew=True)
             check_token_ids(sequences, vocab_size, known)
             if unchecked is not None and known[1] >= unchecked.vocab_size:
                 raise _unknown_token(config, unchecked, sequences, known[1])
@@ -87,18 +90,22 @@ def check_pairs(config: Config, pairs: Sequence[Pair], tokenizer: Tokenizer | No
     return checked
 
 
-def _range(sequences: Sequences) -> tuple[int, int]:
+def _range(sequences: Sequences, *, anew: bool = False) -> tuple[int, int]:
     """Return the smallest and the largest id; each process reads its share of the file.
 
-    Ids beyond the largest vocabulary are returned as the nearest of -1 and `NO_ID`.
+    Ids beyond the largest vocabulary are returned as the nearest of -1 and `NO_ID`. Before an
+    error, set `anew`: the cached range may be that of a damaged file, which was then replaced by a
+    good one with the same modification time.
     """
-    low, high = token_range(sequences, jax.process_index(), jax.process_count())
+    low, high = token_range(sequences, jax.process_index(), jax.process_count(), anew=anew)
     lows, highs = from_all(max(low, -1), min(high, NO_ID)).T
     return int(lows.min()), int(highs.max())
 
 
 def _check_largest(manifest: Manifest, sequences: Sequences) -> None:
     _, largest = _range(sequences)
+    if largest != manifest.max_token:
+        _, largest = _range(sequences, anew=True)
     if largest != manifest.max_token:
         difference = f'{manifest.max_token}, but the largest id in the files is {largest}'
         raise manifest.of_other_files('max_token', difference)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from megajax.core.config import Config, ConfigError, load
+from megajax.corpus.describe import verify
 from megajax.runtime.data import (
     encode_documents,
     load_data,
@@ -21,6 +22,7 @@ from megajax.runtime.data import (
 from megajax.runtime.data.corpus_tokenizer import tokenizer_of_pairs
 from megajax.runtime.data.sources.manifest import Manifest
 from megajax.runtime.data.text.tokenizer import train_bpe
+from megajax.runtime.data.token_pairs import Pair, check_pairs
 from megajax.runtime.data.tokens.indexed import read_pair, write_index
 from megajax.runtime.data.tokens.token_ids import token_range
 
@@ -307,6 +309,38 @@ def test_ids_are_read_once_and_again_when_the_file_changes(pair: Path, notes: Pa
     assert token_range(read_pair(pair)) == (0, 12)
     os.utime(f'{pair}.bin', ns=(1, 1))
     assert token_range(read_pair(pair)) == (0, 999)
+
+
+@pytest.mark.parametrize('vocab_size', [265, 300])
+def test_a_bad_id_that_was_noted_and_is_no_longer_in_the_file_is_no_error(
+    tmp_path: Path, notes: Path, vocab_size: int
+) -> None:
+    """A file that was restored by `rsync -a` has its old size and modification time."""
+    sequences = read_pair(build(tmp_path / 'web'))
+    tokenizer = make_tokenizer(f'{tmp_path}/web.tokenizer.json', 265)
+    found = token_range(sequences)
+    (note,) = notes.iterdir()
+    for noted in ('[0, 299]', '[-1, 264]'):
+        note.write_text(noted)
+        of_config = config(f'model.vocab_size={vocab_size}')
+        check_pairs(of_config, [Pair(sequences, None, {})], tokenizer)
+        assert token_range(sequences) == found
+
+
+def test_a_manifest_is_of_its_files_whatever_range_of_ids_was_noted(
+    tmp_path: Path, notes: Path
+) -> None:
+    prefix = build(tmp_path / 'web')
+    sequences, manifest = read_pair(prefix), Manifest.read(prefix)
+    token_range(sequences)
+    (note,) = notes.iterdir()
+    for noted in ('[0, 70000]', '[0, 12]'):
+        note.write_text(noted)
+        with pytest.raises(ConfigError, match=r'100 ids end below'):
+            check_pairs(config('model.vocab_size=100'), [Pair(sequences, manifest, {})], None)
+        note.write_text(noted)
+        assert 'ids from' in verify(prefix)[-1]
+        assert token_range(sequences)[1] == manifest.max_token
 
 
 def test_the_batch_size_that_is_advised_for_a_small_corpus_fits_the_mesh(folder: Path) -> None:

@@ -13,23 +13,20 @@ import numpy as np
 from megajax.base.errors import ConfigError, mistake
 from megajax.base.files.json_file import parse_json
 from megajax.base.files.outputs import replace_file
-from megajax.base.render.text import typed
 from megajax.runtime.data.tokens.indexed import Sequences, TokenIds, paths
 
 CHUNK = 1 << 24  # number of tokens read at a time
 NO_ID = 2**31 - 1  # no vocabulary has so many ids
 
 
-def check_token_ids(
-    sequences: Sequences, vocab_size: int, known: tuple[int, int] | None = None
-) -> None:
+def check_token_ids(sequences: Sequences, vocab_size: int, known: tuple[int, int]) -> None:
     """Raise ConfigError unless all ids are at least 0 and below `vocab_size`.
 
     The error names the first bad id and its byte. `known` are the smallest and the largest id.
     """
     if not len(sequences.tokens):
         return
-    low, high = known or token_range(sequences)
+    low, high = known
     if low < 0 or high >= vocab_size:
         raise _out_of_range(sequences, vocab_size, high)
 
@@ -77,8 +74,8 @@ def _out_of_range(sequences: Sequences, vocab_size: int, high: int) -> ConfigErr
             break
     else:
         path = paths(sequences.name)[0]
-        message = f'{path}: has changed, but not its modification time; run touch {typed(path)}'
-        return mistake('data.corpus', message, 'data.blend')
+        message = 'was written to while its ids were checked; start again when it is complete'
+        return mistake(path, message)
     place = f'{paths(sequences.name)[0]}: at byte {token * tokens.itemsize}'
     message = f'{vocab_size} ids end below {bad_id}, which is token {token} of {sequences.name}'
     fix = f'use {high + 1} or more' if bad_id >= 0 and high < NO_ID else 'build the files again'
