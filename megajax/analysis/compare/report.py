@@ -38,7 +38,7 @@ def verdict(comparison: Comparison) -> str:
     first, sites = comparison.first, comparison.sites
     if first is not None:
         size = first.note or f'{first.error:.1e} (limit {first.limit:.0e})'
-        return f'first difference: {_title(first)}, {size}'
+        return f'first difference: {_title(first)}, {size}{_not_finite(sites)}'
     if comparison.same_bits:
         return f'{SAME}: all {len(sites)} sites{_not_finite(sites)}'
     worst = max(sites, key=lambda site: site.error / site.limit if site.limit else site.error)

@@ -68,6 +68,9 @@ def test_a_verdict_names_what_is_not_finite_on_both_sides() -> None:
     assert verdict(compare_recordings(broken, broken)).endswith(proof.format(site))
     assert verdict(compare_recordings(broken, near)).endswith(proof.format(site))
     assert verdict(compare_recordings(more, more)).endswith(proof.format(f'{site} and 1 more site'))
+    different = verdict(compare_recordings(more, broken))
+    assert different.startswith('first difference: gradient of norm.weight')
+    assert different.endswith(proof.format(site))
     assert 'both sides' not in verdict(compare_recordings(recording(1), recording(1)))
     assert 'both sides' not in verdict(compare_recordings(broken, recording(1, 2)))
 
