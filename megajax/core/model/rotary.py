@@ -30,7 +30,8 @@ def rotate(
     if position.ndim == 3:
         of_each = position_frequencies(config)
         angle = sum(position[:, :, i, None] * of_each[None, None, i] for i in range(len(of_each)))
-    else:  # all numbers of a position are the same
+    else:  # one number, or with M-RoPE three equal ones
+        assert config.position != 'rope_2d'
         frequency = frequencies(config.rotary_dim, config.rope_theta, config.rope_scaling)
         angle = position[:, :, None] * frequency[None, None]
     angle = jnp.expand_dims(angle, 2)  # the same for all heads
@@ -44,9 +45,10 @@ def rotate(
 def position_frequencies(config: ModelConfig) -> jax.Array:
     """Return the angle by which each number of a position rotates each pair, fp32 [numbers, pairs].
 
-    Only one number rotates a pair. With `mrope` (Qwen3-VL, 2025), row and column each rotate every
-    third pair up to the size of their section, and time rotates the others. With `rope_2d`, the row
-    rotates the first half and the column the second half, with the same frequencies.
+    `mrope` and `rope_2d` have several numbers, of which only one rotates a pair. With `mrope`
+    (Qwen3-VL, 2025), row and column each rotate every third pair up to the size of their section,
+    and time rotates the others. With `rope_2d`, the row rotates the first half and the column the
+    second half, with the same frequencies.
     """
     half = config.rotary_dim // 2
     if config.position == 'rope_2d':
@@ -54,8 +56,6 @@ def position_frequencies(config: ModelConfig) -> jax.Array:
         zeros = jnp.zeros_like(of_each)
         return jnp.stack([jnp.concatenate([of_each, zeros]), jnp.concatenate([zeros, of_each])])
     frequency = frequencies(config.rotary_dim, config.rope_theta, config.rope_scaling)
-    if config.position == 'rope':
-        return frequency[None]
     pair = np.arange(half)
     number = np.zeros(half, np.int32)
     for i in (1, 2):
