@@ -29,7 +29,7 @@ INTEGER, FLOAT = 'tag:yaml.org,2002:int', 'tag:yaml.org,2002:float'
 
 
 class Yaml(YAML):
-    """A YAML without plug-ins, for which ruamel looks through its folder in each instance."""
+    """A YAML without plug-ins; ruamel's looks for them in its folder whenever it is created."""
 
     def official_plug_ins(self) -> Any:
         """Return no plug-ins."""

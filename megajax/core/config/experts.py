@@ -81,8 +81,8 @@ class ExpertsConfig(Section):
     added to the gradients, not to the reported loss.
     """
     capacity: PositiveFloat | None = None
-    """Tokens that an expert accepts from each capacity_group, relative to equal shares; later
-    tokens of the group are dropped. null: no token is dropped.
+    """Tokens that an expert accepts from each capacity_group, relative to equal shares; of the
+    others, padding is dropped first, then the last tokens. null: no token is dropped.
     """
     capacity_group: Tokens | None = None
     """Consecutive tokens of a sequence within which capacity is counted; null: the sequence. The

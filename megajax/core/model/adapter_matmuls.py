@@ -55,7 +55,7 @@ class AdaptedMatmul:
         return lax.broadcast_in_dim(x, shape, (0, 2), out_sharding=self.spec(dims))
 
     def scaled(self, b: jax.Array, dtype: DTypeLike) -> jax.Array:
-        """Return B times the factor, which 16 bits could not represent, in `dtype`."""
+        """Return B times the factor in `dtype`; 16 bits could not represent the factor exactly."""
         return (self.scale * b).astype(dtype)
 
     def spec(self, dims: str) -> P:

@@ -58,8 +58,8 @@ class Transformer(nnx.Module):
         )
         fold_in = partial(jax.random.fold_in, key)
 
-        def maybe(name: str, make: Callable[..., Module], key: jax.Array) -> Module | None:
-            return make(parameters[name], key=key) if name in parameters else None
+        def maybe(name: str, make: Callable[..., Module], own_key: jax.Array) -> Module | None:
+            return make(parameters[name], key=own_key) if name in parameters else None
 
         self.position = maybe('position', PositionEmbedding, position_key)
         self.token_type = maybe('token_type', TokenTypeEmbedding, _bert_keys(key)[0])

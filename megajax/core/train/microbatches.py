@@ -71,8 +71,9 @@ def check_arrays(batch: Batch, config: Config) -> None:
 def _needed(batch: Batch, config: Config) -> dict[str, tuple[str | int, ...]]:
     """Return the shape of each array that the loss needs; sequences may have no images."""
     of_tokens, vision = ('rows', 'tokens'), config.vision
-    needed: dict[str, tuple[str | int, ...]]
-    needed = dict.fromkeys(('tokens', 'labels', 'loss_mask'), of_tokens)
+    needed: dict[str, tuple[str | int, ...]] = dict.fromkeys(
+        ('tokens', 'labels', 'loss_mask'), of_tokens
+    )
     if config.model.is_bert:
         needed |= {'token_types': of_tokens, 'swapped': ('rows', 1)}
     if vision is not None and not batch.keys().isdisjoint(OF_IMAGES):

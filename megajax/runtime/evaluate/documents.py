@@ -46,10 +46,10 @@ def document_perplexity(
 ) -> DocumentPerplexity:
     """Evaluate JSON-lines files and folders of them, each document as a separate sequence.
 
-    The same tokens count as in training: all tokens of a "text" except its images, and the
-    assistant's turns of "messages", rendered by the model's chat `template`, or else the config's.
-    Raises ConfigError with file and line if a document cannot be used, or if some have more than
-    `model.max_seq_len` tokens.
+    The same tokens count as in training: all tokens of a "text" except its images and, with
+    relevance, the tokens directly after them, and the assistant's turns of "messages", rendered by
+    the model's chat `template`, or else the config's. Raises ConfigError with file and line if a
+    document cannot be used, or if some have more than `model.max_seq_len` tokens.
     """
     config = scorer.config
     shape = dataclasses.replace(

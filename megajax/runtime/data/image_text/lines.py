@@ -4,9 +4,9 @@ A line is {"text": "...<image>...", "images": ["a.png"]} or {"messages": [{"role
 ...}], "images": [...]}; "content" is a text, or a list of {"type": "text", "text": ...} and
 {"type": "image", "image": "a.png"}, as Hugging Face writes it. If a model reads images, each
 <image> stands for the next one of "images". The other keys of a line with messages, such as
-"tools", are for its chat template. The loss counts all tokens of a "text", and the assistant's
-turns of "messages". Messages, tools and documents may also be a string that contains JSON, as in
-tables, whose lists cannot have entries of different types.
+"tools", are for its chat template. Pieces that count are a "text" except its images, and the
+assistant's turns of "messages". Messages, tools and documents may also be a string that contains
+JSON, as in tables, whose lists cannot have entries of different types.
 """
 
 import json
