@@ -120,17 +120,11 @@ def for_config(
     asked |= {'target_batch': global_batch_size, 'program': program}
     if compare:
         return _show_comparison(config, compare, json, asked, _imbalance(config, source))
+    if imbalance is None:
+        imbalance = _imbalance(config, source)
+    costs = {'price': gpu_hour_price, 'storage': storage_bandwidth, 'savings': what_if}
     result = _planned(
-        config,
-        gpu,
-        verify,
-        mtbf_gpu_hours,
-        **asked,
-        link=link,
-        price=gpu_hour_price,
-        storage=storage_bandwidth,
-        imbalance=_imbalance(config, source) if imbalance is None else imbalance,
-        savings=what_if,
+        config, gpu, verify, mtbf_gpu_hours, **asked, **costs, link=link, imbalance=imbalance
     )
     try:
         _show(result, json=json, layout=write)

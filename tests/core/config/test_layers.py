@@ -118,13 +118,17 @@ def test_null_and_a_key_that_is_left_out_differ() -> None:
             [
                 'model.layers',
                 '17 tokens',
-                'at most 16, mesh.context 2',
+                'at most 16, mesh.context_exchange=all_to_all, mesh.context 2',
                 'train.seq_len at least 136',
             ],
         ),
         (
             ['model.window=40', 'mesh.context=2', 'mesh.data=1'],
-            ['model.window', 'at most 32, mesh.context 1', 'train.seq_len at least 160'],
+            [
+                'model.window',
+                'at most 32, mesh.context_exchange=all_to_all, mesh.context 1',
+                'train.seq_len at least 160',
+            ],
         ),
     ],
 )
