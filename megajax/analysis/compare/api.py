@@ -212,8 +212,8 @@ def _batch(sides: Sequence[_Side], *, data: bool) -> Mapping[str, np.ndarray]:
 
 
 def _check_memory(sides: Sequence[_Side]) -> None:
-    executed = [side.config for side in sides if side.recording is None]
-    check_site_memory(sides[0].config, executed, sides=len(sides))
+    num_executed = sum(side.recording is None for side in sides)
+    check_site_memory([side.config for side in sides], num_executed=num_executed)
 
 
 def _make_meshes(sides: Sequence[_Side]) -> None:

@@ -12,20 +12,23 @@ from megajax.core.hardware.memory import host_memory
 FP32 = 4  # bytes of a number in a recording
 
 
-def check_site_memory(config: Config, executed: Sequence[Config], *, sides: int) -> None:
-    """Raise ConfigError if the recordings of this many sides do not fit in the host's memory.
+def check_site_memory(configs: Sequence[Config], *, num_executed: int) -> None:
+    """Raise ConfigError if the recordings of all sides do not fit in the host's memory.
 
-    `config` has the shapes of all sides, and `executed` are the configs to execute. The results of
-    the forward sites are counted, which all sides keep in fp32 until they are compared; weights and
-    gradients are not. If the kernel had to kill the process, it would do so without a message.
+    `configs` are those of all sides, which have the same shapes, and `num_executed` of them are to
+    be executed; the others are of dumps. The results of the forward sites are counted, which all
+    sides keep in fp32 until they are compared; weights and gradients are not. If the kernel had to
+    kill the process, it would do so without a message.
     """
-    have, rows, length = host_memory(), config.train.batch_size, config.train.seq_len
-    each = sides * _bytes_of_sequence(config)
-    if not executed or have is None or rows * each <= have:
+    train, have = configs[0].train, host_memory()
+    rows, length = train.batch_size, train.seq_len
+    each = len(configs) * _bytes_of_sequence(configs[0])
+    if not num_executed or have is None or rows * each <= have:
         return
-    fewest = lcm(*map(batch_multiple, executed))
+    fewest = lcm(*map(batch_multiple, configs))
     # the batch of a dump does not change
-    fix = f'{"set" if len(executed) == sides else "dump again with"} train.batch_size={fewest}'
+    verb = 'set' if num_executed == len(configs) else 'dump again with'
+    fix = f'{verb} train.batch_size={fewest}'
     if fewest * each > have:
         fix += f' and train.seq_len below {max(1, length * have // (fewest * each)):,}'
     raise mistake(

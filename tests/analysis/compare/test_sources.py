@@ -317,12 +317,14 @@ def test_the_fix_of_results_that_do_not_fit_changes_a_dump_that_is_compared(
 ) -> None:
     need = 4 * 16 * 8 * (12 * 32 + small().model.vocab_size)
     monkeypatch.setattr(site_memory, 'host_memory', lambda: 2 * need)
-    check_site_memory(small(), [small()], sides=2)
+    both = [small(), small(mesh={'data': 2}, train={'microbatches': 2})]
+    check_site_memory(both, num_executed=1)
     monkeypatch.setattr(site_memory, 'host_memory', lambda: 2 * need - 1)
-    check_site_memory(small(), [small()], sides=1)
-    check_site_memory(small(), [], sides=2)  # both are in memory already
-    with pytest.raises(ConfigError, match=r': dump again with train\.batch_size=1$'):
-        check_site_memory(small(), [small()], sides=2)
+    check_site_memory(both[:1], num_executed=1)
+    check_site_memory(both, num_executed=0)  # both are in memory already
+    for configs in (both, both[::-1]):  # the dump's config must accept the batch, too
+        with pytest.raises(ConfigError, match=r': dump again with train\.batch_size=4$'):
+            check_site_memory(configs, num_executed=1)
 
 
 def test_a_dump_with_dropout_is_not_compared_with_transformers(
