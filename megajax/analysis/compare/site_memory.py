@@ -15,8 +15,8 @@ FP32 = 4  # bytes of a number in a recording
 def check_site_memory(configs: Sequence[Config], *, num_executed: int) -> None:
     """Raise ConfigError if the recordings of all sides do not fit in the host's memory.
 
-    `configs` are those of all sides, which have the same shapes, and `num_executed` of them are to
-    be executed; the others are of dumps. The results of the forward sites are counted, which all
+    Each side has one of `configs`, and all have the same shapes. `num_executed` of them are to be
+    executed; the others belong to dumps. The results of the forward sites are counted, which all
     sides keep in fp32 until they are compared; weights and gradients are not. If the kernel had to
     kill the process, it would do so without a message.
     """
