@@ -189,10 +189,10 @@ def test_a_stranger_is_dropped_and_the_process_that_is_waited_for_is_welcome(
 def test_who_did_not_come_in_time_is_named(port: int, ended: list[str]) -> None:
     thread = say(port, hello(2, 4), [])
     with pytest.raises(SystemExit):
-        gather(start(port, 0, 4, timeout=0.5))
+        gather(start(port, 0, 4, timeout=1))
     thread.join(30)
     assert ended[0].startswith(
-        f'of 4 processes, 1, 3 did not connect to process 0 at 127.0.0.1:{port} within 0.5 s: '
+        f'of 4 processes, 1, 3 did not connect to process 0 at 127.0.0.1:{port} within 1 s: '
     )
     with pytest.raises(SystemExit):
         gather(start(port, 1, 4, timeout=0.1))

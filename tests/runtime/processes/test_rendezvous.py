@@ -149,12 +149,13 @@ def test_who_comes_long_before_process_0_waits_for_the_last_one_too(
     met: dict[int, Peers] = {}
 
     def meet(index: int) -> None:
-        met[index], _ = gather(replace(start('127.0.0.1', port), index=index, count=3, timeout=1))
+        own = replace(start('127.0.0.1', port), index=index, count=3, timeout=1.5)
+        met[index], _ = gather(own)
 
     threads = {index: threading.Thread(target=meet, args=(index,)) for index in (1, 0, 2)}
-    for thread in threads.values():  # they come at 0, 0.7 and 1.4 s
+    for thread in threads.values():  # they come at 0, 0.9 and 1.8 s
         thread.start()
-        thread.join(0.7)
+        thread.join(0.9)
     for thread in threads.values():
         thread.join(10)
     assert sorted(met) == [0, 1, 2]
