@@ -246,7 +246,7 @@ def test_train_and_eval_refuse_a_bad_line_by_file_and_number(
 def test_train_and_eval_refuse_a_template_that_loops(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr('megajax.runtime.data.image_text.chat.MAX_SECONDS', 0.05)
+    monkeypatch.setattr('megajax.runtime.data.image_text.chat.MAX_SECONDS', 0.1)
     (tmp_path / 'chat.jinja').write_text(LOOP)
     data = tmp_path / 'data.jsonl'
     turns = [{'role': 'user', 'content': 'Hi.'}, {'role': 'assistant', 'content': 'Hi.'}]
@@ -263,7 +263,7 @@ def test_train_and_eval_refuse_a_template_that_loops(
         refusal('eval', trained / 'run', data, template, *PERPLEXITY),
     ):
         assert said.startswith(f'{data}:1: ')
-        assert 'takes more than 0.05 s, in line 1' in said
+        assert 'takes more than 0.1 s, in line 1' in said
 
 
 @pytest.mark.slow
