@@ -1,9 +1,10 @@
 """The times of a step are its own: what happens beside it is not counted."""
 
 import json
-import threading
+import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from megajax.core.train.step import TrainState
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
 from megajax.runtime.checkpoint.orbax_manager import Manager
 from megajax.runtime.data import Batches
-from megajax.runtime.run import replay
+from megajax.runtime.run import replay, trainer
 from megajax.runtime.run.clock import Clock
 from megajax.runtime.run.replay import Replay
 from megajax.runtime.run.run import run
@@ -54,13 +55,14 @@ def test_a_step_waits_for_its_own_batch_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, let_pass: Callable[[], None]
 ) -> None:
     rows, beat, late = Batches.rows, Watchdog.beat, 5
-    waits, is_waited_for = list[str](), threading.Event()
+    waits, notes = list[str](), queue.SimpleQueue[list[float]]()
 
     def read(batches: Batches, number: int, first: int, last: int) -> Any:
         batch = rows(batches, number, first, last)
         if number == late - 1:
-            assert is_waited_for.wait(60)
-            time.sleep(0.2)  # the step before ends
+            ends, limit = notes.get(timeout=60), time.monotonic() + 60
+            while not ends and time.monotonic() < limit:  # until the step before has ended
+                time.sleep(0.01)
             let_pass()
         return batch
 
@@ -68,11 +70,17 @@ def test_a_step_waits_for_its_own_batch_and_no_other(
         beat(watchdog, phase, *kind)
         if phase == 'data':
             waits.append(phase)
-        if len(waits) == late:
-            is_waited_for.set()
+
+    @contextmanager
+    def noting(metrics: Any) -> Iterator[list[float]]:
+        with noting_end(metrics) as ends:
+            if metrics is not None and len(waits) == late:
+                notes.put(ends)
+            yield ends
 
     monkeypatch.setattr(Batches, 'rows', read)
     monkeypatch.setattr(Watchdog, 'beat', noted)
+    monkeypatch.setattr(trainer, 'noting_end', noting)
     lines = train(tmp_path, monkeypatch, 'checkpoint.every=100')
     waited = {step: line['data_wait_ms'] for step, line in lines.items()}
     assert waited.pop(late) > 1e3 * LONG
@@ -215,7 +223,7 @@ def test_processes_that_ask_each_other_about_a_save_wait_for_the_step_in_flight_
     lines = train(tmp_path, monkeypatch)
     assert asked == [(step, f'step {step}') for step in lines]
     assert seconds(tmp_path)['productive'] > LONG * len(lines)
-    assert seconds(tmp_path)['other'] < LONG * len(lines) / 2
+    assert seconds(tmp_path)['other'] < LONG
 
 
 def test_the_end_of_a_save_is_no_part_of_a_step_and_has_the_limit_of_a_checkpoint(
@@ -240,9 +248,9 @@ def test_the_end_of_a_save_is_no_part_of_a_step_and_has_the_limit_of_a_checkpoin
     assert set(kinds) == {'checkpoint'}
     assert len(kinds) == len(lines)
     assert seconds(tmp_path)['checkpoint'] > LONG * len(lines)
-    assert seconds(tmp_path)['productive'] < LONG * len(lines)
+    assert seconds(tmp_path)['productive'] < LONG
     later = [line['step_ms'] for step, line in lines.items() if step > 1]
-    assert min(later) < 1e3 * LONG
+    assert max(later) < 1e3 * LONG
 
 
 def test_writing_the_trace_is_no_part_of_a_step(
