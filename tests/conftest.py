@@ -96,7 +96,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture
 def forked_renderers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork the processes that render chat templates from one that has imported jinja2."""
+    """Fork the processes that render chat templates from one that has imported jinja2.
+
+    What `TemplateChat` asks of `subprocess.Popen` is ignored. `test_generate_images.py` and
+    `test_chat_template.py` start the real processes.
+    """
     from renderers import Renderer
 
     made = SimpleNamespace(Popen=Renderer, PIPE=None, DEVNULL=None)

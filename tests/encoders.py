@@ -14,6 +14,8 @@ from megajax.corpus.encode import Workers, serve
 class _Thread:
     """To `Workers`, what `subprocess.Popen` is."""
 
+    returncode = 1  # only that of a worker that failed is asked for
+
     def __init__(self, *_: Any, pass_fds: list[int], **__: Any) -> None:
         self._thread = threading.Thread(target=serve, args=(os.dup(pass_fds[0]),), daemon=True)
         self._thread.start()

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +52,21 @@ def _server() -> socket.socket:
     return ours
 
 
+ASKING = threading.Lock()  # the server answers one question at a time
+
+
+def _ask(question: bytes, ends: tuple[int, ...] = ()) -> int:
+    with ASKING:
+        socket.send_fds(_server(), [question], ends)
+        return int(_server().recv(64))
+
+
 class Renderer:
     """To `TemplateChat`, what `subprocess.Popen` is."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         (read, self_write), (self_read, write) = os.pipe(), os.pipe()
-        socket.send_fds(_server(), [b'fork'], [read, write])
-        self._number, self._code = int(_server().recv(64)), None
+        self._number, self._code = _ask(b'fork', (read, write)), None
         for end in (read, write):
             os.close(end)
         self.stdin = open(self_write, 'w', encoding='utf-8')  # noqa: SIM115
@@ -71,8 +80,7 @@ class Renderer:
     def wait(self) -> int:
         """Wait for its end; return its exit code."""
         if self._code is None:
-            _server().send(b'%d' % self._number)
-            self._code = os.waitstatus_to_exitcode(int(_server().recv(64)))
+            self._code = os.waitstatus_to_exitcode(_ask(b'%d' % self._number))
         return self._code
 
     def communicate(self) -> None:
