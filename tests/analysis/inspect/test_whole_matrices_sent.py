@@ -36,23 +36,39 @@ def over_optimizer(sent: Any) -> dict[tuple[str, str], tuple[int, float]]:
     return found
 
 
-@pytest.mark.parametrize('target', ['cpu', slow('h100')])
+# With a pool of four matrices, of which each device gathers a part.
+POOL = case('gpt', 'none', data=4, model=2)
+ZERO_1 = case('llama', 'optimizer', data=2, model=4)
+ZERO_3 = case('gpt', 'weights', data=2, model=2)
+OTHERS = [
+    case('gpt', 'optimizer', data=4, replicas=2),
+    case('gpt', 'none', data=4),
+    case('gpt', 'none', data=8),
+    case('gpt', 'none', data=2, context=2, model=2),
+    case('bert', 'gradients', data=4),
+    case('gpt', 'weights', data=2, context=2),
+    case('gpt', 'weights', data=2, model_rows=2, model=2),
+]
+
+
+def label(value: Config | str) -> str:
+    if isinstance(value, str):
+        return value
+    return '-'.join(map(str, value.mesh.sizes.values())) + value.optim.shard
+
+
 @pytest.mark.parametrize(
-    'config',
+    ('config', 'target'),
     [
-        exhaustive(case('gpt', 'weights', data=2, model=2)),
-        slow(case('llama', 'optimizer', data=2, model=4)),
-        exhaustive(case('gpt', 'optimizer', data=4, replicas=2)),
-        exhaustive(case('gpt', 'none', data=4)),
-        # With a pool of four matrices, of which each device gathers a part.
-        case('gpt', 'none', data=4, model=2),
-        exhaustive(case('gpt', 'none', data=8)),
-        exhaustive(case('gpt', 'none', data=2, context=2, model=2)),
-        exhaustive(case('bert', 'gradients', data=4)),
-        exhaustive(case('gpt', 'weights', data=2, context=2)),
-        exhaustive(case('gpt', 'weights', data=2, model_rows=2, model=2)),
+        (POOL, 'cpu'),
+        slow(POOL, 'h100'),
+        slow(ZERO_1, 'cpu'),
+        exhaustive(ZERO_1, 'h100'),
+        slow(ZERO_3, 'cpu'),
+        slow(ZERO_3, 'h100'),
+        *(exhaustive(config, target) for config in OTHERS for target in TARGETS),
     ],
-    ids=lambda config: '-'.join(map(str, config.mesh.sizes.values())) + config.optim.shard,
+    ids=label,
 )
 def test_two_exchanges_of_each_pool_are_sent_and_nothing_else(config: Config, target: str) -> None:
     if target == 'h100' and not has_compiler():
