@@ -75,7 +75,8 @@ def test_halves_that_take_turns_change_nothing(sequence_parallel):
     )
 
 
-@pytest.mark.parametrize('recompute', [slow('selective'), exhaustive('full')])
+@pytest.mark.slow
+@pytest.mark.parametrize('recompute', ['selective', 'full'])
 def test_recomputation_changes_nothing(recompute):
     assert_same_as_plain(
         make_config('gpt', 2, 2, sequence_parallel=True, train={'recompute': recompute})
