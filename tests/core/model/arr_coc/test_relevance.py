@@ -146,10 +146,10 @@ def test_every_parameter_of_each_scorer_has_a_gradient():
         assert np.abs(gradient).max() > 1e-5
 
 
-@pytest.mark.parametrize('shards', [1, 2])
-def test_a_step_has_one_all_gather_of_scores_and_no_other_collective(shards):
+@pytest.mark.parametrize(('shards', 'noise'), [(1, True), (2, False), slow(2, True)])
+def test_a_step_has_one_all_gather_of_scores_and_no_other_collective(shards, noise):
     with jax.set_mesh(make_mesh(2, 4)):
-        text = compiled(2, 4, shards, shards == 1)[0].as_text()
+        text = compiled(2, 4, shards, noise)[0].as_text()
     made = re.findall(rf'= (\S+) ({"|".join(COLLECTIVES)})(?:-start)?\(', text)
     assert [kind for _, kind in made] == ['all-gather']
     slots = num_slots(shards, 4)
