@@ -277,7 +277,8 @@ def on_every_rung(setting: Setting) -> list[Any]:
         *on_every_rung(Setting('gpt', 3, 2)),
         *on_every_rung(Setting('bert', 7, 1, hidden_size=16)),
         *on_every_rung(Setting('gpt', 8, 1, replicas=2)),
-        *on_every_rung(Setting('llama', 6, 1, replicas=2)),
+        # Replicas and padding.
+        *(Setting('llama', 6, 1, shard, replicas=2) for shard in RUNGS),
     ],
     ids=str,
 )
