@@ -94,7 +94,7 @@ def _range(sequences: Sequences, *, anew: bool = False) -> tuple[int, int]:
     """Return the smallest and the largest id; each process reads its share of the file.
 
     Ids beyond the largest vocabulary are returned as the nearest of -1 and `NO_ID`. Before an
-    error, set `anew`: the cached range may be that of a damaged file, which was then replaced by a
+    error, set `anew`: the cached range may belong to a damaged file, which was then replaced by a
     good one with the same modification time.
     """
     low, high = token_range(sequences, jax.process_index(), jax.process_count(), anew=anew)
