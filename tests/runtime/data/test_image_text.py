@@ -118,6 +118,21 @@ def test_no_token_counts_that_an_image_predicts_whose_end_relevance_may_leave_em
     assert answered == ('A cat.<|endoftext|>' if marked else ' cat.')
 
 
+@pytest.mark.parametrize('budget', [0, 3])
+def test_texts_whose_first_token_after_an_image_relevance_does_not_count_are_in_a_warning(
+    folder: Path, caplog: pytest.LogCaptureFixture, budget: int
+) -> None:
+    turns = [{'role': 'user', 'content': '<image>What?'}, {'role': 'assistant', 'content': 'A.'}]
+    whole = [{'text': '<image>\nA cat.'}, {'text': 'A <image>'}, {'messages': turns}]
+    lines = [{**line, 'images': ['b.png']} for line in (*whole, {'text': 'A <image> b'})]
+    shape = make_shape(patches=dataclasses.replace(SHAPE.patches, budget=budget))
+    documents(write(folder, *lines[:3]), shape=shape)
+    assert 'directly follows' not in caplog.text
+    path = write(folder, *lines)
+    documents(path, shape=shape)
+    assert (f'in 1 document, such as {path}:4, text directly' in caplog.text) == (budget > 0)
+
+
 def test_of_messages_the_turns_of_the_assistant_count(folder: Path) -> None:
     line = {
         'messages': [

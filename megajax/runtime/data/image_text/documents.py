@@ -3,11 +3,13 @@
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
 from megajax.base.errors import mistake, problems_at
+from megajax.base.render.units import count
 from megajax.runtime.data.image_rows import ImageDocument, RowShape
 from megajax.runtime.data.image_text.chat import Chat
 from megajax.runtime.data.image_text.lines import pieces_of, pieces_of_text, unread_images
@@ -57,11 +59,14 @@ def read_documents(
     """
     vocabulary = _vocabulary(shape, tokenizer)
     unread, first = 0, ''
+    places = []  # of documents with text directly after an image, whose first token does not count
     for place, line in read_objects(path):
         pieces = pieces_of(line, vocabulary, chat, place)
         if vocabulary.sees and (keys := unread_images(line)):
             unread += 1
             first = first or f'{place} under {short(", ".join(keys))}'
+        if shape.patches.may_end_empty and _follows_image(pieces):
+            places.append(place)
         paths = [
             inside(path.parent, piece.image, place=place)
             for piece in pieces
@@ -80,6 +85,12 @@ def read_documents(
             'data.corpus: %s lines name images under a key that is not read, such as %s; the model '
             'sees only the text; to show it the images, list their files in "images"',
             *(f'{unread:,}', first),
+        )
+    if places:
+        logger.warning(
+            'data.corpus: in %s, such as %s, text directly follows an <image>; with '
+            'relevance, its first token does not count in the loss; begin the text on a new line',
+            *(count(len(places), 'document'), places[0]),
         )
 
 
@@ -101,6 +112,14 @@ def encode_prompt(
         answered=answered[:-1],
         paths=list(map(Path, images)),
         grids=grids,
+    )
+
+
+def _follows_image(pieces: Sequence[Piece]) -> bool:
+    """Whether text that counts follows an image on the same line."""
+    return any(
+        piece.image is not None and after.answered and after.text[:1] not in ('', '\r', '\n')
+        for piece, after in pairwise(pieces)
     )
 
 
