@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megajax.base.files.exists import NO_SPACE, exists
+from megajax.base.files.exists import exists
 from megajax.base.files.locks import lock
-from megajax.base.files.outputs import NO_URL, sync, url_of
+from megajax.base.files.outputs import NO_SPACE, NO_URL, sync, url_of
 from megajax.core.config import ConfigError
 from megajax.runtime.checkpoint.digests import find_steps
 

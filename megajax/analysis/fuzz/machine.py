@@ -5,7 +5,7 @@ import re
 
 import jax
 
-from megajax.base.files.exists import NO_SPACE
+from megajax.base.files.outputs import NO_SPACE
 
 # Errors of a system without disk space, memory, or free files and processes.
 OF_MACHINE = *NO_SPACE, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from megajax.base.errors import ConfigError, Problem
 
-NO_SPACE = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # only writing fails with these
 MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 

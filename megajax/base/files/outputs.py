@@ -12,6 +12,7 @@ from tempfile import NamedTemporaryFile
 from megajax.base.errors import ConfigError
 from megajax.base.files.exists import exists
 
+NO_SPACE = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # only writing fails with these
 NO_URL = 'give a path on this machine or on a shared file system, and copy the result there'
 
 
