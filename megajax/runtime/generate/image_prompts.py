@@ -47,8 +47,8 @@ class PromptReader:
 
         Only the headers of the files are read. Raises ConfigError if a file is not an image, if the
         number of files differs from the number of `<image>`, or if the prompt leaves no room in
-        `model.max_seq_len`. With relevance and `vision.fusion=tokens`, a prompt must not end with an
-        image.
+        `model.max_seq_len`. With relevance and `vision.fusion=tokens`, a prompt must not end with
+        an image.
         """
         document = encode_prompt(text, images, self._shape, self._tokenizer)
         check_pictures(dataclasses.replace(document, place='prompt'), self._shape)
