@@ -35,8 +35,8 @@ class Meter:
         model FLOPs, without recomputation (Chowdhery et al., 2022); `mfu` is left out if the
         device's peak is not known. `memory_bytes` is the largest number of bytes that the allocator
         of any device has had in use since the start; other processes' devices count as of the last
-        `BetweenSteps.find_slowest`. Without such a count, as on a CPU, `planned_memory_bytes` is
-        the memory that XLA planned for the step.
+        `BetweenSteps.compare_processes`. Without such a count, as on a CPU, `planned_memory_bytes`
+        is the memory that XLA planned for the step.
         """
         rates = {
             'tokens_per_s': self._tokens / seconds,
@@ -92,7 +92,7 @@ class BetweenSteps:
         self._checkpoint_seconds = self._clock.seconds('checkpoint')
         return 1e3 * (self._checkpoint_seconds - before)
 
-    def find_slowest(self, meter: Meter) -> dict[str, float]:
+    def compare_processes(self, meter: Meter) -> dict[str, float]:
         """Return the process that is last to reach a step; all processes must call this.
 
         The result is the process that was last on average over the steps since the previous call,
@@ -102,7 +102,7 @@ class BetweenSteps:
         own = self._clock.seconds('data_wait', 'other') - self._own_seconds
         # Other processes answer only after the step in flight: this wait counts as productive.
         self._clock.begin('productive')
-        values = slowest(own / self._steps, meter.peak_bytes())
+        values = slowest_and_fullest(own / self._steps, meter.peak_bytes())
         meter.fullest_bytes = values.get('memory_bytes', 0.0)
         self._steps = 0
         self._clock.begin('other')
@@ -110,7 +110,7 @@ class BetweenSteps:
         return values
 
 
-def slowest(own_seconds: float, memory_bytes: float) -> dict[str, float]:
+def slowest_and_fullest(own_seconds: float, memory_bytes: float) -> dict[str, float]:
     """Return the process with the most seconds of its own, and its lead over the median in ms.
 
     All processes must call this. In a step, all processes wait for each other, so they differ only

@@ -194,7 +194,7 @@ class Trainer:
             self._check_read()
         values |= self._complete(current, end, taken=values['taken'])
         if self.step % self.config.train.log_every == 0:
-            values |= self._between_steps.find_slowest(self._meter)
+            values |= self._between_steps.compare_processes(self._meter)
         return values
 
     def _complete(self, done: Dispatched, end: float, *, taken: float) -> dict[str, float]:

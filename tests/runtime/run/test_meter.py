@@ -10,7 +10,7 @@ from support import make_config
 from megajax.core.counts.flops import step_flops
 from megajax.runtime.run import meter
 from megajax.runtime.run.clock import Clock
-from megajax.runtime.run.meter import BetweenSteps, Meter, slowest
+from megajax.runtime.run.meter import BetweenSteps, Meter, slowest_and_fullest
 
 
 def doubled(**options: int) -> jax.stages.Compiled:
@@ -64,7 +64,7 @@ def test_memory_is_that_of_the_fullest_device_of_all_processes_also_between_thei
     one, between = Meter(make_config('gpt'), doubled(), [first]), BetweenSteps(Clock())
     assert one.measure(0.5)['memory_bytes'] == 7
     between.checkpoint_ms()
-    found = between.find_slowest(one)
+    found = between.compare_processes(one)
     assert (found['slowest_process'], found['memory_bytes']) == (1, 12)
     assert one.measure(0.5)['memory_bytes'] == 12
     first.peak = 13
@@ -72,7 +72,7 @@ def test_memory_is_that_of_the_fullest_device_of_all_processes_also_between_thei
 
 
 def test_one_process_is_not_the_slowest() -> None:
-    assert slowest(1.0, 0) == {}
+    assert slowest_and_fullest(1.0, 0) == {}
 
 
 def test_the_answers_of_the_others_come_with_the_step_in_flight_which_counts(
@@ -80,19 +80,19 @@ def test_the_answers_of_the_others_come_with_the_step_in_flight_which_counts(
 ) -> None:
     own = []
 
-    def slowest(seconds: float, memory_bytes: float) -> dict[str, float]:
+    def slowest_and_fullest(seconds: float, memory_bytes: float) -> dict[str, float]:
         own.append(seconds)
         time.sleep(0.1)
         return {}
 
-    monkeypatch.setattr(meter, 'slowest', slowest)
+    monkeypatch.setattr(meter, 'slowest_and_fullest', slowest_and_fullest)
     clock = Clock()
     clock.begin('other')
     one, between = Meter(make_config('gpt'), doubled(), jax.devices()[:1]), BetweenSteps(clock)
     between.begin()
     for _ in range(2):
         between.checkpoint_ms()
-        between.find_slowest(one)
+        between.compare_processes(one)
     assert clock.seconds('productive') >= 0.2
     assert clock.seconds('other') < 0.1
     assert max(own) < 0.1
@@ -103,11 +103,11 @@ def test_the_seconds_are_those_of_a_step_also_where_a_resume_leaves_fewer(
 ) -> None:
     own = []
 
-    def slowest(seconds: float, memory_bytes: float) -> dict[str, float]:
+    def slowest_and_fullest(seconds: float, memory_bytes: float) -> dict[str, float]:
         own.append(seconds)
         return {}
 
-    monkeypatch.setattr(meter, 'slowest', slowest)
+    monkeypatch.setattr(meter, 'slowest_and_fullest', slowest_and_fullest)
     clock = Clock()
     clock.begin('other')
     one, between = Meter(make_config('gpt'), doubled(), jax.devices()[:1]), BetweenSteps(clock)
@@ -116,5 +116,5 @@ def test_the_seconds_are_those_of_a_step_also_where_a_resume_leaves_fewer(
         for _ in range(steps):
             time.sleep(0.1)
             between.checkpoint_ms()
-        between.find_slowest(one)
+        between.compare_processes(one)
     assert own == pytest.approx([0.1, 0.1], abs=0.05)
