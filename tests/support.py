@@ -36,8 +36,6 @@ from megajax.core.model.transformer import LanguageModel, model_graph
 from megajax.core.parallel.layout import Layout
 from megajax.core.parallel.mesh import concrete, mesh_for
 from megajax.core.train.step import TrainState, init_state
-from megajax.interop.megatron.weights import megatron_pieces
-from megajax.interop.pieces import cut, name_of, shapes_of
 from megajax.runtime.data.text.tokenizer import byte_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -334,18 +332,6 @@ def graph_of(config: Config) -> nnx.GraphDef[LanguageModel]:
 def by_name(params: nnx.State) -> dict[str, Any]:
     """{'layers.mlp.up.weight': leaf, ...}"""
     return {'.'.join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(params)}
-
-
-def to_megatron(config: Config, params: nnx.State) -> dict[str, np.ndarray]:
-    """Parameters, or gradients, as Megatron's weights, without the vocabulary's padding."""
-    weights: dict[str, np.ndarray] = {}
-    pieces, layout = megatron_pieces(config.model, shapes_of(config.model)), Layout.of(config)
-    for path, param in nnx.to_flat_state(params):
-        x = jax.device_get(param[...])
-        if param.declared.is_stacked:
-            x = x[np.argsort(layout.layer_order(len(x)))]
-        weights |= {piece.name: cut(x, piece) for piece in pieces[name_of(path)]}
-    return weights
 
 
 def gather(params: nnx.State) -> dict[str, np.ndarray]:

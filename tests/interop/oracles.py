@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from support import graph_of, to_megatron
+from support import graph_of
 
 from megajax.core.config import Config
 from megajax.core.model.computation import Computation
@@ -17,6 +17,7 @@ from megajax.core.train.feed import Batch, place_batch
 from megajax.core.train.step import init_state, make_train_step
 from megajax.interop.megatron.rank_files import FILE
 from megajax.interop.megatron.torch_writer import Stored, torch_files
+from megajax.interop.megatron.weights import to_megatron
 from megajax.runtime.checkpoint.open import open_model
 
 ORACLES = Path(__file__).parents[1] / 'runtime/data' / 'oracles'

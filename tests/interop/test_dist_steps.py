@@ -10,10 +10,11 @@ import jax
 import numpy as np
 import pytest
 from interop.oracles import Arrays, batch_of, steps_of, under
-from support import assert_close, exhaustive, relative_error, slow, to_megatron
+from support import assert_close, exhaustive, relative_error, slow
 
 from megajax.core.train.gradients import make_loss_and_gradients
 from megajax.interop.megatron.ranks import import_megatron
+from megajax.interop.megatron.weights import to_megatron
 from megajax.runtime.checkpoint.open import Opened, open_model
 
 STORED = Path(__file__).parent / 'torch_dist'  # see make_torch_dist.py and make_dist_steps.py

@@ -23,7 +23,6 @@ from support import (
     random_params,
     relative_error,
     slow,
-    to_megatron,
 )
 
 from megajax.core.config import Config, ConfigError
@@ -34,7 +33,7 @@ from megajax.core.parallel.layout import Layout
 from megajax.core.train.feed import Batch
 from megajax.core.train.gradients import make_loss_and_gradients
 from megajax.interop.megatron.limits import check_arguments
-from megajax.interop.megatron.weights import from_megatron, megatron_pieces
+from megajax.interop.megatron.weights import from_megatron, megatron_pieces, to_megatron
 from megajax.interop.pieces import shapes_of
 
 LIMIT = 2e-5  # relative, see support.relative_error

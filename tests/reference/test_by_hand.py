@@ -23,7 +23,6 @@ from support import (
     on_mesh,
     relative_error,
     slow,
-    to_megatron,
 )
 
 from megajax.core.config import Config
@@ -35,7 +34,7 @@ from megajax.core.train.feed import Batch, place_batch
 from megajax.core.train.gradients import make_loss_and_gradients
 from megajax.core.train.step import init_state
 from megajax.core.train.zero import between_steps
-from megajax.interop.megatron.weights import from_megatron
+from megajax.interop.megatron.weights import from_megatron, to_megatron
 from megajax.xla.hlo.collectives import collectives
 from megajax.xla.hlo.program import Program
 

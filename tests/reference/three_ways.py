@@ -15,11 +15,11 @@ from flax import nnx
 from jax import P
 from reference import auto_model
 from reference import megatron_by_hand as by_hand
-from support import to_megatron
 
 from megajax.core.config import Config
 from megajax.core.train.feed import place_batch
 from megajax.core.train.gradients import make_loss_and_gradients
+from megajax.interop.megatron.weights import to_megatron
 from megajax.xla.hlo.collectives import Collective, collectives
 from megajax.xla.hlo.program import Program
 

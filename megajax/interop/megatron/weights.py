@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
 from flax import nnx
 
 from megajax.core.config import Config, ConfigError, ModelConfig
@@ -25,8 +27,10 @@ from megajax.interop.pieces import (
     Pieces,
     Shape,
     check,
+    cut,
     dims_here,
     make_pieces,
+    name_of,
     place,
     shapes_of,
     tensors_of,
@@ -115,6 +119,21 @@ def from_megatron(config: Config, weights: Mapping[str, Any]) -> nnx.State:
     check(abstract, pieces, weights, of='Megatron weights', keys=KEYS)
     params = place(abstract, pieces, weights, of='Megatron weights')
     return tree_on_stages(params, Layout.of(config))
+
+
+def to_megatron(config: Config, params: nnx.State) -> dict[str, np.ndarray]:
+    """Return parameters as Megatron's weights, bit for bit, without the vocabulary's padding.
+
+    It also converts gradients, because they have the same names and dims.
+    """
+    weights: dict[str, np.ndarray] = {}
+    pieces, layout = megatron_pieces(config.model, shapes_of(config.model)), Layout.of(config)
+    for path, param in nnx.to_flat_state(params):
+        x = jax.device_get(param[...])
+        if param.declared.is_stacked:
+            x = x[np.argsort(layout.layer_order(len(x)))]
+        weights |= {piece.name: cut(x, piece) for piece in pieces[name_of(path)]}
+    return weights
 
 
 def megatron_pieces(

@@ -28,7 +28,7 @@ from support import (
 
 from megajax.core.config import Config
 from megajax.core.config.overlap_rules import Overlap
-from megajax.core.counts.declaration import Parameter, Role
+from megajax.core.counts.declaration import Parameter, Role, base_sizes
 from megajax.core.counts.parameters import dim_sizes
 from megajax.core.model import attention, sublayer, transformer
 from megajax.core.model.attention import attention_core
@@ -203,6 +203,7 @@ def test_more_padding_changes_no_logit(monkeypatch):
         expected = logits(model)
         monkeypatch.setattr('megajax.core.config.model.VOCAB_MULTIPLE', 2048)
         monkeypatch.setattr('megajax.core.model.parameters.dim_sizes', inspect.unwrap(dim_sizes))
+        monkeypatch.setattr('megajax.core.counts.parameters.base_sizes', inspect.unwrap(base_sizes))
         monkeypatch.setattr('support._abstract_state', inspect.unwrap(support._abstract_state))
         wider = make_decoder(config)
         assert wider.head_Vd.shape[0] == 2 * model.head_Vd.shape[0] == 2048

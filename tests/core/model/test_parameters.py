@@ -24,7 +24,6 @@ from support import (
     make_batch,
     make_config,
     on_mesh,
-    to_megatron,
 )
 
 from megajax.analysis.inspect.audit import audit
@@ -45,7 +44,7 @@ from megajax.core.train.gradients import make_loss_and_gradients
 from megajax.core.train.optimizer import decays
 from megajax.core.train.step import init_state
 from megajax.interop.huggingface.weights import from_huggingface
-from megajax.interop.megatron.weights import from_megatron
+from megajax.interop.megatron.weights import from_megatron, to_megatron
 
 NAMES = ['gpt', 'llama', 'bert']
 
