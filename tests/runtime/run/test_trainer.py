@@ -207,7 +207,7 @@ def test_a_batch_that_is_refused_is_not_read_again(start: Any) -> None:
 def test_a_rollback_is_in_the_summary_on_disk_and_rewinds_the_evaluation_before_the_next_step(
     start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / 'small.yaml').write_text(CONFIG.replace('every: 1,', 'every: 4,'))
+    change(tmp_path, 'every: 1,', 'every: 4,')
     written, read_on, rewound = list[dict[str, Any]](), Trainer._read_on, list[int]()
 
     def read(trainer: Trainer) -> Any:
@@ -225,7 +225,7 @@ def test_the_summary_is_written_between_the_steps_that_are_logged(
     start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clock, 'EVERY', 0.0)
-    (tmp_path / 'small.yaml').write_text(CONFIG.replace('log_every: 1', 'log_every: 100'))
+    change(tmp_path, 'log_every: 1', 'log_every: 100')
     written, save = list[int](), Trainer._save
 
     def read(trainer: Trainer) -> None:
