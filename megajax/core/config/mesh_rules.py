@@ -128,8 +128,7 @@ def of_context(config: 'Config') -> Iterator[Problem]:
     if longest > chunk:
         shorter = [n for n in divisors(length // math.lcm(2, tensor)) if 2 * n * longest <= length]
         longer = math.ceil(2 * mesh.context * longest / divisor) * divisor
-        has_heads = model.num_kv_heads % (mesh.context * mesh.model) == 0
-        by_heads = ' mesh.context_exchange=all_to_all,' if has_heads else ''
+        by_heads = '' if any(_heads_of_shards(config)) else ' mesh.context_exchange=all_to_all,'
         yield Problem(
             'model.window' if longest == model.window else 'model.layers',
             f'a window of {longest} tokens is longer than half of a context shard, '
