@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Column, Table
 
 from megajax.base.files.locks import folder_lock
+from megajax.base.render.console import plain_console
 from megajax.base.render.folded import Folded
 from megajax.base.render.logs import log_to_terminal
 from megajax.base.render.text import visible
@@ -64,7 +64,7 @@ def ls(run: Run) -> None:
             table.add_row(
                 path.name, '?', _megabytes(path), '?', '?', broken[0] if broken else 'no record'
             )
-    console = Console(highlight=False, soft_wrap=True)
+    console = plain_console(soft_wrap=True)
     console.print(Folded(table) if console.is_terminal else table, markup=False)
 
 

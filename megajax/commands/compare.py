@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.console import Console
 
 from megajax.base.files.outputs import check_outputs, writing
+from megajax.base.render.console import plain_console
 from megajax.base.render.logs import log_to_terminal
 from megajax.core.config import ConfigError
 from megajax.core.config.overrides import is_override
@@ -106,7 +106,7 @@ def _print(comparison: 'Comparison', *, every: bool) -> None:
 
     shown = to_text(comparison, every=every)
     if sys.stdout.isatty():
-        Console(highlight=False).print(shown, markup=False)
+        plain_console().print(shown, markup=False)
     else:
         print(as_text(shown), end='')
 

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Column, Table
 
+from megajax.base.render.console import plain_console
 from megajax.base.render.folded import Folded
 from megajax.commands.config_conflicts import conflicts
 from megajax.commands.config_keys import keys
@@ -54,7 +54,7 @@ def list_presets() -> None:
             f'{model.num_heads}',
             _short(num_parameters(model)),
         )
-    Console(highlight=False).print(Folded(table))
+    plain_console().print(Folded(table))
 
 
 config_app.command()(conflicts)

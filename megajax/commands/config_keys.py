@@ -5,10 +5,9 @@ from collections.abc import Iterable
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Column, Table
 
-from megajax.base.render.console import as_text
+from megajax.base.render.console import as_text, plain_console
 from megajax.core.config.keys import Key, keys_in
 from megajax.core.config.schema import SECTIONS
 
@@ -49,7 +48,7 @@ def keys(
     In a pipe, each key is one line.
     """
     found = keys_in(section)
-    console = Console(highlight=False)
+    console = plain_console()
     if markdown:
         print('\n'.join([_HEAD, *map(_markdown, SECTIONS)]), end='')
     elif console.is_terminal:

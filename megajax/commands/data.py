@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 import typer
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -19,6 +18,7 @@ from rich.table import Column, Table
 from typer.core import TyperCommand
 
 from megajax.base.errors import ConfigError
+from megajax.base.render.console import plain_console
 from megajax.base.render.logs import log_to_terminal
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def info(
     from megajax.runtime.data.text.tokenizer import load_tokenizer
 
     description = describe(prefix)
-    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+    console = plain_console(soft_wrap=True, markup=False)
     console.print(_facts(description), _histogram(description.histogram))
     manifest = description.manifest
     path = tokenizer or (str(manifest.tokenizer_path) if manifest else None)
@@ -262,7 +262,7 @@ class _Progress:
 
     def __init__(self) -> None:
         columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-        self._console = Console(stderr=True, highlight=False)
+        self._console = plain_console(stderr=True)
         self._bar = Progress(*columns, console=self._console, transient=True)
         self._task = self._bar.add_task('', total=None)
         self._begun: tuple[float, int] | None = None

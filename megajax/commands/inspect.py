@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from megajax.base.files.outputs import check_outputs, writing
+from megajax.base.render.console import plain_console
 from megajax.commands.inspect_fuzz import fuzz
 from megajax.commands.options import DefaultGroup
 from megajax.core.config import Config, ConfigError, load
@@ -218,7 +219,7 @@ def _with_remedy(inspection: 'Inspection', config: Config) -> 'Inspection':
 def _print(inspection: 'Inspection', *, kernels: bool, memory: bool) -> None:
     from megajax.analysis.inspect.report import tables, to_text
 
-    console = Console(highlight=False)
+    console = plain_console()
     console.print(
         tables(inspection, kernels=kernels, memory=memory)
         if console.is_terminal
@@ -252,7 +253,7 @@ def _run_with_progress(
     """Execute the step in a child process, and report its progress on standard error."""
     from megajax.analysis.inspect.step_run import run_in_child
 
-    progress = Console(stderr=True, highlight=False)
+    progress = plain_console(stderr=True)
     return run_in_child(
         config,
         target,

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from megajax.base.errors import ResourceError, StopRequested
 from megajax.base.files.outputs import check_outputs
+from megajax.base.render.console import plain_console
 from megajax.core.config import ConfigError
 from megajax.core.hardware.records import record_name
 from megajax.core.hardware.tpus import TPUS
@@ -80,7 +80,7 @@ def fuzz(
 
     is_fixed = 'train.dtype' in read_overrides(fixed or (), [])
     check_target(target, first.train.dtype if is_fixed else None)
-    progress = Console(stderr=True, highlight=False)
+    progress = plain_console(stderr=True)
     executed: list[Case] = []
 
     def say(case: 'Case') -> None:
@@ -103,9 +103,7 @@ def fuzz(
         print('interrupted: the same command continues', file=sys.stderr)
         raise typer.Exit(130) from None
     if cases:
-        Console(highlight=False).print(
-            tables(cases, len(executed), out), soft_wrap=True, markup=False
-        )
+        plain_console().print(tables(cases, len(executed), out), soft_wrap=True, markup=False)
     raise typer.Exit(_code(cases, count, jobs))
 
 

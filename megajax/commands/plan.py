@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from megajax.base.files.outputs import check_outputs, write_output, writing
+from megajax.base.render.console import plain_console
 from megajax.base.render.folded import Folded
 from megajax.commands.options import DefaultGroup, with_old_names
 from megajax.commands.plan_options import (
@@ -196,7 +197,7 @@ def _imbalance(config: Config, source: str | None) -> float:
 
 
 def _console() -> Console:
-    return Console(highlight=False)
+    return plain_console()
 
 
 def _show_table(name: str) -> None:
@@ -209,7 +210,7 @@ def _show_table(name: str) -> None:
     if (console := _console()).is_terminal:
         console.print(Folded(shown))
     else:
-        Console(width=150, highlight=False).print(shown)
+        plain_console(width=150).print(shown)
 
 
 def _planned(

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from megajax.base.files.outputs import check_outputs, writing
+from megajax.base.render.console import plain_console
 
 LONGEST = 10  # default of --top
 
@@ -40,7 +40,7 @@ def profile(
     from megajax.base.render.console import as_text
 
     result = read(run, gpu=gpu)
-    console = Console(highlight=False)
+    console = plain_console()
     shown = tables(result, top=top or LONGEST, with_instructions=top is not None)
     with writing((json, result.model_dump_json(indent=2))):
         console.print(

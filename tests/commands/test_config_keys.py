@@ -38,7 +38,7 @@ def test_a_pipe_has_a_line_for_each_key_with_all_of_its_meaning() -> None:
 @pytest.mark.parametrize('width', [80, 100])
 def test_a_terminal_cuts_no_key_and_no_word(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(width=width, force_terminal=True, color_system=None)
-    monkeypatch.setattr(config_keys, 'Console', lambda **_: console)
+    monkeypatch.setattr(config_keys, 'plain_console', lambda **_: console)
     lines = run().splitlines()
     assert max(map(len, lines)) <= width
     shown = [line.split()[0] for line in lines if line[:1].strip()]

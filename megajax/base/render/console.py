@@ -1,6 +1,7 @@
 """Render rich tables as plain text or HTML, wherever this process writes its output."""
 
 import io
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.table import Column, Table
@@ -28,9 +29,14 @@ def number_columns(*headers: str) -> list[Column]:
     return [Column(header, justify='right', no_wrap=True) for header in headers]
 
 
+def plain_console(**settings: Any) -> Console:
+    """Return a console that colors no words and turns no `:name:` into an emoji."""
+    return Console(highlight=False, emoji=False, **settings)
+
+
 def as_text(shown: RenderableType, *, width: int = 150) -> str:
     """Return the output of a rich console as plain text."""
-    console = Console(width=width, emoji=False, force_terminal=False, force_jupyter=False)
+    console = plain_console(width=width, force_terminal=False, force_jupyter=False)
     with console.capture() as capture:
         console.print(shown)
     return capture.get()
@@ -39,8 +45,6 @@ def as_text(shown: RenderableType, *, width: int = 150) -> str:
 def as_html(shown: RenderableType) -> str:
     """Return the output of a rich console as an HTML fragment for a notebook."""
     file = io.StringIO()
-    console = Console(
-        file=file, width=150, record=True, highlight=False, emoji=False, force_jupyter=False
-    )
+    console = plain_console(file=file, width=150, record=True, force_jupyter=False)
     console.print(shown)
     return console.export_html(inline_styles=True, code_format=_HTML)

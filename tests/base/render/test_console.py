@@ -4,7 +4,7 @@ import pytest
 from rich.table import Table
 from rich.text import Text
 
-from megajax.base.render.console import as_html, as_text
+from megajax.base.render.console import as_html, as_text, plain_console
 
 
 def table() -> Table:
@@ -54,8 +54,10 @@ def test_inside_a_notebook_the_same_is_returned_and_nothing_shown(
     assert capsys.readouterr() == ('', '')
 
 
-def test_names_between_colons_are_no_emoji() -> None:
+def test_names_between_colons_are_no_emoji(capsys: pytest.CaptureFixture[str]) -> None:
     table = Table('name', box=None)
     table.add_row(':smile:')
+    plain_console().print(table)
+    assert ':smile:' in capsys.readouterr().out
     assert ':smile:' in as_text(table)
     assert ':smile:' in as_html(table)
