@@ -16,6 +16,7 @@ from jax import lax
 from megajax.core.config import ModelConfig
 from megajax.core.model.attention import Core, attend, softmax
 from megajax.core.model.kernels import LOWEST, scaled
+from megajax.core.model.row_major import row_major
 from megajax.core.parallel.layout import Layout
 
 
@@ -54,7 +55,10 @@ def prefill(
             window=config.window,
             sinks_N=sinks_N,
         )
-        return o_BSNH, KeysValues(slots(k_BSKH), slots(v_BSKH))
+        # On GPUs, XLA would write all caches after the last layer, and until then keep each layer's
+        # queries, keys and values.
+        kept = KeysValues(*(row_major(slots(x_BSKH)) for x_BSKH in (k_BSKH, v_BSKH)))
+        return lax.optimization_barrier((o_BSNH, kept))
 
     def slots(k_BSKH: jax.Array) -> jax.Array:
         k_BKSH = jnp.swapaxes(k_BSKH, 1, 2)
