@@ -203,8 +203,9 @@ def _prefill_bytes(step: Config, cluster: Cluster) -> int:
     networks = [kind.up + kind.hidden for kind in sizes.kinds]
     if sizes.experts is not None:
         networks.append(networks.pop() + sizes.experts.rows + sizes.experts.results)
-    # Each sublayer adds its output to its input, which it reads through a norm.
-    return sizes.mask + 3 * sizes.whole + max(attention, *networks)
+    # XLA adds the results of up to three sublayers to the residual stream at once, and a sublayer
+    # reads the sum through a norm.
+    return sizes.mask + 5 * sizes.whole + max(attention, *networks)
 
 
 def _shares_of_experts(model: ModelConfig, rows: int) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 import pytest
 from rich.console import Console
+from support import load_script, slow
 from support import megajax as run_here
 
 from megajax.analysis.plan.generation import Generation, GenerationLine, plan_generation
@@ -10,6 +11,7 @@ from megajax.base.render.units import si
 from megajax.core.config import Config, ConfigError, load
 from megajax.core.counts.parameters import num_parameters
 from megajax.core.hardware.records import hardware
+from megajax.core.hardware.targets import has_compiler
 
 H100 = hardware('h100')
 
@@ -106,7 +108,7 @@ def test_long_prompts_need_their_mask_on_each_gpu_and_a_layers_arrays() -> None:
     config, length = load('llama3_8b_128k'), 131072
     for line in planned(config, prompt=130000, batch=8).lines:
         mask = 2 * 8 * length**2
-        arrays = 2 * 8 * length * (3 * 4096 + 3 * 14336 // line.model)
+        arrays = 2 * 8 * length * (5 * 4096 + 3 * 14336 // line.model)
         assert line.prefill == mask + arrays
         assert not line.fits
     for line in planned(config, prompt=130000, batch=1).lines:
@@ -248,3 +250,18 @@ def test_infinite_numbers_survive_json(lines: dict[int, GenerationLine]) -> None
     line = lines[1].model_copy(update={'token': float('inf')})
     plan = Generation(hardware='h100', prompt=1, tokens=1, batch=1, lines=[line])
     assert Generation.model_validate_json(plan.model_dump_json()) == plan
+
+
+@slow
+@pytest.mark.skipif(
+    not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'"
+)
+@pytest.mark.parametrize('gpus', [1, 4])
+def test_a_compiled_prefill_needs_no_more_than_planned_and_no_more_for_a_deeper_model(
+    gpus: int,
+) -> None:
+    script = load_script('plan_prefill')
+    shallow, deep = (script.Case('llama3_8b', layers, gpus, 8, 2048) for layers in (6, 18))
+    needed, planned = script.compiled_bytes(deep), script.predicted_bytes(deep)
+    assert 0.7 * planned < needed < planned
+    assert needed == pytest.approx(script.compiled_bytes(shallow), rel=0.01)
