@@ -9,7 +9,7 @@ import typer
 from rich.table import Column, Table
 
 from megajax.base.files.locks import folder_lock
-from megajax.base.render.console import plain_console
+from megajax.base.render.console import plain_console, print_fitting
 from megajax.base.render.folded import Folded
 from megajax.base.render.logs import log_to_terminal
 from megajax.base.render.text import visible
@@ -64,8 +64,7 @@ def ls(run: Run) -> None:
             table.add_row(
                 path.name, '?', _megabytes(path), '?', '?', broken[0] if broken else 'no record'
             )
-    console = plain_console(soft_wrap=True)
-    console.print(Folded(table) if console.is_terminal else table, markup=False)
+    print_fitting(Folded(table), plain_console())
 
 
 @checkpoint_app.command()

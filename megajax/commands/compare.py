@@ -106,7 +106,7 @@ def _print(comparison: 'Comparison', *, every: bool) -> None:
 
     shown = to_text(comparison, every=every)
     if sys.stdout.isatty():
-        plain_console().print(shown, markup=False)
+        plain_console().print(shown)
     else:
         print(as_text(shown), end='')
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Column, Table
 
-from megajax.base.render.console import plain_console
+from megajax.base.render.console import plain_console, print_fitting
 from megajax.base.render.folded import Folded
 from megajax.commands.config_conflicts import conflicts
 from megajax.commands.config_keys import keys
@@ -54,7 +54,7 @@ def list_presets() -> None:
             f'{model.num_heads}',
             _short(num_parameters(model)),
         )
-    plain_console().print(Folded(table))
+    print_fitting(Folded(table), plain_console())
 
 
 config_app.command()(conflicts)

@@ -7,11 +7,11 @@ from typing import Annotated
 import typer
 from rich.table import Column, Table
 
-from megajax.base.render.console import as_text, plain_console
+from megajax.base.render.console import plain_console, print_fitting
+from megajax.base.render.folded import Folded
 from megajax.core.config.keys import Key, keys_in
 from megajax.core.config.schema import SECTIONS
 
-_UNWRAPPED = 1000  # columns
 _HEAD = """\
 # Config keys
 
@@ -54,8 +54,7 @@ def keys(
     elif console.is_terminal:
         console.print(_narrow(found))
     else:
-        for line in as_text(_wide(found), width=_UNWRAPPED).splitlines():
-            print(line.rstrip())
+        print_fitting(Folded(_wide(found)), console)
 
 
 def _type(key: Key) -> str:

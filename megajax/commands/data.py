@@ -18,7 +18,8 @@ from rich.table import Column, Table
 from typer.core import TyperCommand
 
 from megajax.base.errors import ConfigError
-from megajax.base.render.console import plain_console
+from megajax.base.render.console import plain_console, print_fitting
+from megajax.base.render.folded import Folded
 from megajax.base.render.logs import log_to_terminal
 
 if TYPE_CHECKING:
@@ -178,8 +179,9 @@ def info(
     from megajax.runtime.data.text.tokenizer import load_tokenizer
 
     description = describe(prefix)
-    console = plain_console(soft_wrap=True, markup=False)
-    console.print(_facts(description), _histogram(description.histogram))
+    console = plain_console(soft_wrap=True)
+    print_fitting(Folded(_facts(description)), console)
+    print_fitting(Folded(_histogram(description.histogram)), console)
     manifest = description.manifest
     path = tokenizer or (str(manifest.tokenizer_path) if manifest else None)
     if path:

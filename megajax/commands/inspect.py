@@ -225,7 +225,6 @@ def _print(inspection: 'Inspection', *, kernels: bool, memory: bool) -> None:
         if console.is_terminal
         else to_text(inspection, kernels=kernels, memory=memory),
         soft_wrap=not console.is_terminal,
-        markup=False,
     )
 
 
@@ -259,5 +258,5 @@ def _run_with_progress(
         target,
         bisect=bisect,
         minimize=minimize,
-        say=lambda line: progress.print(line, style='dim', markup=False),
+        say=lambda line: progress.print(line, style='dim'),
     )

@@ -85,7 +85,7 @@ def fuzz(
 
     def say(case: 'Case') -> None:
         executed.append(case)
-        progress.print(line(case), style='dim', markup=False, soft_wrap=True)
+        progress.print(line(case), style='dim', soft_wrap=True)
 
     try:
         with _stopping():
@@ -103,7 +103,7 @@ def fuzz(
         print('interrupted: the same command continues', file=sys.stderr)
         raise typer.Exit(130) from None
     if cases:
-        plain_console().print(tables(cases, len(executed), out), soft_wrap=True, markup=False)
+        plain_console().print(tables(cases, len(executed), out), soft_wrap=True)
     raise typer.Exit(_code(cases, count, jobs))
 
 

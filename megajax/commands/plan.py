@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from megajax.base.files.outputs import check_outputs, write_output, writing
-from megajax.base.render.console import plain_console
+from megajax.base.render.console import plain_console, print_fitting
 from megajax.base.render.folded import Folded
 from megajax.commands.options import DefaultGroup, with_old_names
 from megajax.commands.plan_options import (
@@ -196,10 +195,6 @@ def _imbalance(config: Config, source: str | None) -> float:
     return imbalance_of_run(Path(source))
 
 
-def _console() -> Console:
-    return plain_console()
-
-
 def _show_table(name: str) -> None:
     from megajax.analysis.plan.published.comparison import summary, table_of
     from megajax.analysis.plan.published.tables import TABLES
@@ -207,10 +202,7 @@ def _show_table(name: str) -> None:
     if name not in (*TABLES, 'all'):
         raise ConfigError(f'--table {name}: choose among {", ".join(TABLES)}, all')
     shown = summary() if name == 'all' else table_of(name)
-    if (console := _console()).is_terminal:
-        console.print(Folded(shown))
-    else:
-        plain_console(width=150).print(shown)
+    print_fitting(Folded(shown), plain_console())
 
 
 def _planned(
@@ -274,7 +266,7 @@ def _show_generation(
         link=link,
     )
     with writing((json, result.model_dump_json(indent=2))):
-        _console().print(generation_table(result))
+        print_fitting(generation_table(result), plain_console())
 
 
 def _show_comparison(
@@ -285,18 +277,17 @@ def _show_comparison(
     asked |= {'tokens': asked['tokens'] or 1e9}
     result = compare(config, read_prices(machines), **asked, imbalance=imbalance)
     with writing((json, result.model_dump_json(indent=2))):
-        _console().print(str(result), soft_wrap=True, markup=False)
+        plain_console().print(str(result), soft_wrap=True)
 
 
 def _show(result: 'Plan', *, json: Path | None, layout: Path | None) -> None:
     from megajax.analysis.plan.report import tables
 
-    console = _console()
+    console = plain_console()
     with writing((json, result.model_dump_json(indent=2)), (layout, result.best_config)):
         console.print(
             tables(result) if console.is_terminal else str(result),
             soft_wrap=not console.is_terminal,
-            markup=False,
         )
 
 

@@ -46,5 +46,4 @@ def profile(
         console.print(
             shown if console.is_terminal else as_text(shown),
             soft_wrap=not console.is_terminal,
-            markup=False,
         )

@@ -1,5 +1,7 @@
 """The main tables of the command line on a terminal of 80 columns: what matters is never cut."""
 
+import re
+
 import pytest
 from rich.console import RenderableType
 
@@ -83,6 +85,10 @@ def test_names_of_presets_can_be_typed_from_any_terminal(
 ) -> None:
     monkeypatch.setenv('COLUMNS', '40')
     commands_config.list_presets()
-    lines = capsys.readouterr().out.splitlines()
+    piped = capsys.readouterr().out.splitlines()
+    assert all(len(line.split()) == 5 for line in piped)
+    monkeypatch.setenv('FORCE_COLOR', '1')  # as on a terminal
+    commands_config.list_presets()
+    lines = re.sub(r'\x1b\[[\d;]*m', '', capsys.readouterr().out).splitlines()
     assert {*presets()} <= {line.split()[0] for line in lines}
     assert all(len(line) <= 40 and '…' not in line for line in lines)

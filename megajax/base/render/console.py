@@ -9,6 +9,7 @@ from rich.table import Column, Table
 _STYLE = (
     'font-family: monospace; font-size: 85%; line-height: 1.25; white-space: pre; overflow-x: auto'
 )
+UNWRAPPED = 1000  # columns
 _HTML = f'<pre style="{_STYLE}">{{code}}</pre>'
 
 
@@ -30,8 +31,17 @@ def number_columns(*headers: str) -> list[Column]:
 
 
 def plain_console(**settings: Any) -> Console:
-    """Return a console that colors no words and turns no `:name:` into an emoji."""
-    return Console(highlight=False, emoji=False, **settings)
+    """Return a console that prints text as it is: without colored words, styles and emoji codes."""
+    return Console(highlight=False, emoji=False, markup=False, **settings)
+
+
+def print_fitting(shown: RenderableType, console: Console) -> None:
+    """Print to a terminal what fits it; to a pipe or a file, each row of a table as one line."""
+    if console.is_terminal:
+        console.print(shown)
+    else:
+        lines = as_text(shown, width=UNWRAPPED).splitlines()
+        console.print('\n'.join(line.rstrip() for line in lines), soft_wrap=True)
 
 
 def as_text(shown: RenderableType, *, width: int = 150) -> str:

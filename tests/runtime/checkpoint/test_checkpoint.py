@@ -579,7 +579,10 @@ def test_it_is_time_by_steps_and_by_minutes(
 
 def test_the_command_lists_and_compares(folder: Path) -> None:
     run = CliRunner()
-    listed = run.invoke(checkpoint_app, ['ls', str(folder.parent)]).output.splitlines()
+    # Each checkpoint has one line in a pipe, whatever the width of the terminal.
+    listed = run.invoke(
+        checkpoint_app, ['ls', str(folder.parent)], env={'COLUMNS': '40'}
+    ).output.splitlines()
     assert [line.split()[0] for line in listed] == ['step', '1', '2']
     assert all(text in listed[2] for text in ('1.5000', 'data=2 x model=2', 'complete'))
     assert run.invoke(checkpoint_app, ['verify', f'{folder.parent}/2']).output == '2  ok\n'

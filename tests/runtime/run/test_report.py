@@ -43,6 +43,10 @@ def said(
     return capsys.readouterr().out.splitlines()
 
 
+def remarks(capsys: pytest.CaptureFixture[str], values: Mapping[str, float]) -> list[str]:
+    return [line for line in said(capsys, values) if line.startswith('step 1  ')]
+
+
 def test_a_line_has_all_numbers_and_fits(capsys: pytest.CaptureFixture[str]) -> None:
     (line,) = said(capsys, {**STEP, **SPEED}, start=99_999)
     assert line == (
@@ -143,6 +147,16 @@ def test_what_holds_the_steps_up_is_said(
     assert said(capsys, {**STEP, **values})[1:] == [remark]
 
 
+def test_a_delay_of_a_tenth_of_the_steps_is_not_worth_a_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    slow = {**STEP, 'step_ms': 2000.0, 'slowest_process': 3}
+    for late in ('data_wait_ms', 'checkpoint_ms', 'slowest_process_behind_ms'):
+        assert [len(remarks(capsys, slow | {late: ms})) for ms in (200.0, 201.0)] == [0, 1]
+    quick = {**STEP, 'step_ms': 50.0}
+    assert [len(remarks(capsys, quick | {'data_wait_ms': ms})) for ms in (100, 101)] == [0, 1]
+
+
 def test_skipped_steps_are_said_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
     skipped = {
         **STEP,
@@ -187,8 +201,9 @@ def test_the_scales_that_the_first_batch_was_tried_at_are_said(
 
 
 def test_a_parameter_has_its_shape_its_axes_and_its_bytes_in_this_order(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv('COLUMNS', '30')  # a log file has no width
     table = Placement(
         name='embedding.table', shape=(4096, 256), spec=('model', None), bytes_per_device=2_097_152
     )

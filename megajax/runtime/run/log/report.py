@@ -18,7 +18,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from megajax.base.render.console import open_table
+from megajax.base.render.console import open_table, print_fitting
 from megajax.base.render.folded import Folded
 from megajax.base.render.text import folded, visible
 from megajax.base.render.units import duration, rounded
@@ -67,8 +67,9 @@ class Report:
     """The terminal output of a run; only the first process prints."""
 
     def __init__(self) -> None:
+        is_quiet = jax.process_index() != 0
         self.console = _Console(
-            highlight=False, soft_wrap=True, emoji=False, quiet=jax.process_index() != 0
+            highlight=False, emoji=False, markup=False, soft_wrap=True, quiet=is_quiet
         )
 
     def say(self, text: str) -> None:
@@ -76,7 +77,7 @@ class Report:
         text = visible(text)
         if self.console.is_terminal:
             text = folded(text, self.console.width)
-        self.console.print(text, markup=False)
+        self.console.print(text)
 
     def mesh(self, mesh: Mesh) -> None:
         """Print the axes of the mesh and its devices."""
@@ -166,7 +167,7 @@ class Report:
         count, trained = (num_parameters(model, trained=only) for only in (False, True))
         total = sum(parameter.bytes_per_device for parameter in parameters)
         table.add_row(f'{count:,} parameters', '', '', f'{total:,}', style='bold')
-        self.console.print(Folded(table) if self.console.is_terminal else table)
+        print_fitting(Folded(table), self.console)
         if trained < count:
             self.say(f'trained    {trained:,} of {count:,} parameters ({trained / count:.2%})')
 
@@ -209,11 +210,8 @@ class _Console(Console):
 
 
 def _cpus(mesh: Mesh) -> str:
-    return (
-        'one CPU'
-        if mesh.size == 1
-        else f'{mesh.size} CPU devices of {jax.process_count()} processes'
-    )
+    many = f'{mesh.size} CPU devices of {jax.process_count()} processes'
+    return 'one CPU' if mesh.size == 1 else many
 
 
 class StepReport:
