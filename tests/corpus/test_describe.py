@@ -51,6 +51,8 @@ def test_what_was_built_is_shown_and_verified(built: Path) -> None:
         "document 33: 'document number 33<|endoftext|>'",
     ):
         assert line in shown.stdout
+    of_lengths = [line.split() for line in shown.stdout.splitlines() if 'up to' in line]
+    assert of_lengths == [['up', 'to', '32', '100', '█' * 40]]
     assert verified.stdout.count('ok  ') == 5
 
 

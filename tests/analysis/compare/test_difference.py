@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -151,6 +152,14 @@ def test_a_layer_is_a_row_unless_it_has_the_first_difference() -> None:
     assert sites == ['layers.0 (2 sites)', *layers[2:4], 'layers.2 (2 sites)']
     every = as_text(to_text(comparison, every=True))
     assert all(f'\n{name} ' in every for name in layers)
+
+
+def test_keys_that_differ_are_shown_with_both_values_above_the_sites() -> None:
+    config = make_config(train={'seed': 7}).model_dump(mode='json')
+    other = dataclasses.replace(recording(1), about=ABOUT.model_copy(update={'config': config}))
+    said = as_text(to_text(compare_recordings(recording(1), other)))
+    assert re.search(r'differs in +A +B *\ntrain.seed +1234 +7 *\n\nsite ', said)
+    assert 'differs in' not in as_text(to_text(compare_recordings(recording(1), recording(1))))
 
 
 def test_a_file_holds_a_recording_to_the_bit(tmp_path: Path) -> None:

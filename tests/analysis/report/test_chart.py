@@ -1,5 +1,6 @@
 """A chart shows its values where the axes say, with few dots and with tooltips."""
 
+import dataclasses
 import itertools
 import re
 
@@ -10,6 +11,7 @@ from megajax.analysis.report.chart import (
     HEIGHT,
     LEFT,
     MAX_DOTS,
+    NUM_COLORS,
     RIGHT,
     STRIPS,
     WIDTH,
@@ -63,3 +65,10 @@ def test_only_a_curve_of_averages_has_a_band_and_an_empty_one_no_figure():
     assert 'class="band' in str(chart('title', [line(x, x, band=0.1)], y='nats'))
     assert 'class="band' not in str(chart('title', [line(x, x)], y='nats'))
     assert str(chart('title', [line(x[:0], x[:0])], y='nats')) == ''
+
+
+def test_lines_beyond_the_colors_have_them_again_in_another_style():
+    x = np.arange(2.0)
+    for color, style in ((NUM_COLORS - 1, f'c{NUM_COLORS - 1}'), (NUM_COLORS, 'c0 second')):
+        drawn = str(chart('title', [dataclasses.replace(line(x, x), color=color)], y='nats'))
+        assert f'class="line thin {style}"' in drawn

@@ -15,7 +15,7 @@ PROMPT, NEW, SLOTS = 12, 9, 32
 FIRST = np.array([0, 7])  # the slots of the first tokens of a long and a short prompt
 
 
-@pytest.mark.parametrize('window', [None, 1, 5, 12, 15, 40])
+@pytest.mark.parametrize('window', [None, 1, 5, 11, 12, 15, 40])
 def test_a_token_attends_to_the_full_slots_of_its_window(window: int | None) -> None:
     config = make_config('llama', model={'window': window})
     layout, random = Layout.of(config), np.random.default_rng(0)
