@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
+from support import exhaustive
 from test_readme import headings
 
 ROOT = Path(__file__).parents[1]
@@ -131,7 +132,7 @@ def browse(folder: Path, width: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('width', [1280, 390])
+@pytest.mark.parametrize('width', [exhaustive(1280), 390])
 def test_every_page_opens_by_a_click_and_nothing_is_wrong_with_it(site: Path, width: int) -> None:
     found = browse(site, width)
     read = settings()

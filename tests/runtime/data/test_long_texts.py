@@ -212,7 +212,7 @@ def test_a_text_file_in_units_is_parsed_as_the_whole(kind: str, tmp_path: Path) 
 def test_the_memory_of_a_long_line_is_a_few_times_its_bytes(tmp_path: Path) -> None:
     with (tmp_path / 'line.jsonl').open('w') as file:
         file.write('{"text": "')
-        for _ in range(30):
+        for _ in range(12):
             file.write('one line of a long text, of which there are many\\n' * 20_000)
         file.write('"}\n')
     # In a process of its own, whose children are those of the build alone.
