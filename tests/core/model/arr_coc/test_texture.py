@@ -153,6 +153,26 @@ def test_an_image_does_not_depend_on_its_neighbors_or_the_mesh():
     np.testing.assert_allclose(on(4, 2, channels_and_regions, pixels, grids), together, rtol=1e-6)
 
 
+def test_the_regions_of_an_image_have_the_same_bits_in_every_batch():
+    """The scorers multiply a difference of regions that hardly differ by up to 1e4."""
+    regions, side = (1, 2), 10
+    grid = side * MERGE, 2 * side * MERGE
+    random = np.random.default_rng(0)
+    drawn = random.integers(256, size=(8, 3, grid[0] * PATCH, grid[1] * PATCH))
+    pixels = np.stack([to_patches(image) for image in drawn]).astype(np.uint8)
+    grids = np.full((8, 2), grid, np.int32)
+
+    def channels(pixels, grid):
+        return region_texture(pixels, grid, regions, **SIZES)
+
+    together = on(1, 1, channels, pixels, grids)
+    alone = [
+        on(1, 1, channels, *each) for each in zip(pixels[:, None], grids[:, None], strict=True)
+    ]
+    np.testing.assert_array_equal(together, np.concatenate(alone))
+    np.testing.assert_array_equal(together, on(8, 1, channels, pixels, grids))
+
+
 @pytest.mark.parametrize('value', [0, 255])
 def test_a_flat_image_and_an_empty_slot_are_finite(value):
     pixels, grids = images()
