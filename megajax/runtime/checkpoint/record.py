@@ -4,6 +4,7 @@ The record contains config, tokenizer, versions and data. Imports no jax.
 """
 
 import datetime
+import functools
 import platform
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -266,7 +267,9 @@ def _changed(old: Mapping[str, str], new: Mapping[str, str]) -> dict[str, tuple[
     }
 
 
+@functools.cache
 def _version(package: str) -> str:
+    # Python takes 2 ms to find and parse the metadata of a package, and each save asks for all.
     try:
         return version(package)
     except PackageNotFoundError:  # megajax runs from a clone that is not installed
