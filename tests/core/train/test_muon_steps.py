@@ -21,6 +21,7 @@ from support import (
     on_mesh,
     random_params,
     random_state,
+    slow,
 )
 
 from megajax.analysis.plan.layouts import changed
@@ -40,7 +41,7 @@ PADDED = BASE._replace(hidden_size=60)
 GRID = BASE._replace(sequence_parallel=True)
 EXPERTS = PADDED._replace(name='experts')
 SETTINGS = [
-    ZERO_3,
+    slow(ZERO_3),
     exhaustive(EXPERTS._replace(data=4, experts=2, model=2, shard='weights')),
     *(exhaustive(PADDED._replace(data=8, shard=shard)) for shard in ('none', 'optimizer')),
     *(exhaustive(PADDED._replace(data=8, shard=shard)) for shard in ('gradients', 'weights')),
