@@ -152,6 +152,7 @@ def test_updates_are_equal_on_every_mesh(setting: Setting) -> None:
     assert_close(updated(setting), updated(ONE_DEVICE._replace(name=setting.name)), 1e-5)
 
 
+@pytest.mark.slow
 def test_momentum_in_bf16_changes_little() -> None:
     expected, actual = updated(ONE_DEVICE), updated(ONE_DEVICE, optim__moments_dtype='bfloat16')
     assert_close(actual, expected, 2e-2)
