@@ -93,6 +93,7 @@ def test_loss_and_gradients_are_those_of_one_device() -> None:
     assert_close(gradients, expected, LIMIT)
 
 
+@pytest.mark.slow
 def test_a_stage_keeps_the_residuals_of_windows_in_blocks() -> None:
     setting = staged('sinks', 2, num_layers=4)
     with on_mesh(setting.config):
