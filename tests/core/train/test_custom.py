@@ -90,7 +90,7 @@ def test_value_and_grad_of_the_loss_updates_the_parameters_as_the_training_step_
     [
         exhaustive(optax.lion(1e-3), False),
         slow(optax.adafactor(1e-2), False),
-        (muon(1e-2), True),
+        slow(muon(1e-2), True),
     ],
 )
 def test_an_optimizer_of_optax_trains_sharded_parameters(
