@@ -23,9 +23,10 @@ def grid(name: str, rows: int, columns: int, data: int = 1, **fields: Any) -> Se
 @pytest.mark.parametrize(
     'setting',
     [
+        grid('llama', 2, 2),
         exhaustive(grid('llama', 4, 2)),
         # With norms of gain 1 + w and scaled embeddings; with dropout, whose masks are made again.
-        grid('both_norms', 2, 2, data=2, shard='weights', recompute='full', dropout=0.1),
+        slow(grid('both_norms', 2, 2, data=2, shard='weights', recompute='full', dropout=0.1)),
         exhaustive(grid('gpt', 2, 2, recompute='full')),
         exhaustive(grid('llama', 2, 4)),
         exhaustive(grid('gpt', 2, 4, recompute='selective')),
