@@ -170,7 +170,7 @@ EXPERT = 'model.experts={count: 2, active: 1, ffn_size: 48}'
     [
         exhaustive('tiny', ['mesh.model=2'], '', False),
         ('tiny', ['mesh.model=2', 'optim.shard=weights'], '', False),
-        ('tiny_vlm', ['mesh.model=1'], '', False),
+        slow('tiny_vlm', ['mesh.model=1'], '', False),
         # Each data shard has an expert of its own; all other matrices are summed over both.
         ('tiny', ['mesh.model=1', 'mesh.data=2', 'mesh.experts=2', EXPERT], '48', False),
         ('tiny', ['mesh.model=1', 'mesh.data=2', EXPERT], '48', True),
