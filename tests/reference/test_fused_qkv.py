@@ -70,10 +70,12 @@ def test_fused_the_input_gradient_is_reduced_once(target: str) -> None:
     assert reduced_backward(fused, target) == 1
 
 
+@pytest.mark.slow
 def test_separate_products_reduce_once_after_f(target: str) -> None:
     assert reduced_backward(separate_after_f, target) == 1
 
 
+@pytest.mark.slow
 def test_separate_products_reduce_three_times_unless_the_compiler_adds_them_first(
     target: str,
 ) -> None:
@@ -81,6 +83,7 @@ def test_separate_products_reduce_three_times_unless_the_compiler_adds_them_firs
     assert reduced_backward(separate, target) == (3 if target == 'cpu' else 1)
 
 
+@pytest.mark.slow
 def test_a_cast_keeps_the_compiler_from_adding_them_first(target: str) -> None:
     """Three times, and on GPUs in fp32."""
     assert reduced_backward(separate_in_fp32, target) == (3 if target == 'cpu' else 6)
