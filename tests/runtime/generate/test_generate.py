@@ -184,7 +184,7 @@ def abstract_rows(config: Config, count: int) -> tuple[LayerWeights, Rows]:
     [
         # embedding, two a layer; the largest logit and the token that has it
         slow('gpt', 8, {'all-reduce': 1 + 2 * 2 + 2}),
-        ('llama', 4, {'all-reduce': 1 + 2 * 2 + 2}),
+        slow('llama', 4, {'all-reduce': 1 + 2 * 2 + 2}),
         # fewer key/value heads than shards: the queries change places, keys and values are gathered
         ('llama', 2, {'all-reduce': 1 + 2 * 2 + 2, 'all-to-all': 2, 'all-gather': 2 * 2}),
         # and one for the norm of queries and keys over all heads
