@@ -9,7 +9,7 @@ import pytest
 from checkpoints import make_state, tiny
 from counting import CONFIG
 from runtime.data import stores
-from support import on_mesh, write_run
+from support import on_mesh, slow, write_run
 from typer.testing import CliRunner
 
 from megajax.commands.main import app
@@ -95,7 +95,7 @@ def start(config: Config, run: Path) -> str | None:
 
 @pytest.mark.parametrize(
     ('old', 'changes'),
-    [({}, [{'corpus': '{}/b.jsonl'}, {'split': '80,20,0'}]), ({'order': 'streamed'}, [{}])],
+    [({}, [{'corpus': '{}/b.jsonl'}, {'split': '80,20,0'}]), slow({'order': 'streamed'}, [{}])],
     ids=['another corpus and split', 'another order'],
 )
 def test_a_changed_key_of_the_data_lets_a_run_resume_again_and_again(
