@@ -96,7 +96,7 @@ def rows_of_this_process(order: str) -> dict[str, object]:
 @pytest.mark.parametrize(
     ('count', 'order'),
     [
-        (2, 'megatron'),
+        pytest.param(2, 'megatron', marks=pytest.mark.slow),
         pytest.param(4, 'stateless', marks=pytest.mark.faults),
         pytest.param(4, 'streamed', marks=pytest.mark.faults),
     ],
