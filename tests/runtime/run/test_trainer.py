@@ -14,7 +14,7 @@ import pytest
 from checkpoints import make_state
 from counting import CONFIG, count_tokens, make_counting_step
 from runs import steps
-from support import on_mesh, write_run
+from support import on_mesh, slow, write_run
 
 from megajax.core.config import Config, NumericError, load
 from megajax.core.train.first_step import Calibration
@@ -278,7 +278,7 @@ def test_after_a_skipped_step_the_checkpoint_that_was_due_is_saved_evaluated_and
     assert [line['step'] for line in lines if 'validation_loss' in line] == [0, 2, 6, 8, 10, 12]
 
 
-@pytest.mark.parametrize('every', [1, 8])
+@pytest.mark.parametrize('every', [slow(1), 8])
 def test_a_sample_that_fails_loses_no_loss_and_is_not_repeated(
     every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
