@@ -91,6 +91,7 @@ def test_a_table_has_its_numbers_below_each_other(whole) -> None:
     assert len({len(line) for line in shares}) == len({line.index('B ') for line in shares}) == 1
 
 
+@pytest.mark.slow
 def test_full_recomputation_keeps_the_inputs_of_the_layers_and_little_else(whole) -> None:
     kept, few = uses(memory(whole)), uses(memory(step(recompute='full')))
     config, _ = whole
