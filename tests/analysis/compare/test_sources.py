@@ -123,7 +123,8 @@ def test_adapters_are_merged_for_a_side_that_has_none(written: Path) -> None:
     assert 'adapters: merged into the weights of A' in result.output
 
 
-@pytest.mark.parametrize('arguments', ['run out', slow('out run')])
+@pytest.mark.slow
+@pytest.mark.parametrize('arguments', ['run out', 'out run'])
 def test_a_directory_has_the_loss_and_the_documents_of_the_other_side(
     arguments: str, written: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,6 +248,24 @@ def test_a_directory_routes_tokens_as_the_other_side_does(tmp_path: Path) -> Non
         assert source.family == family
         theirs = source.config(config).model.experts
     assert theirs == config.model.experts
+
+
+def test_a_directory_has_the_dropout_the_loss_and_the_documents_of_the_other_side(
+    tmp_path: Path,
+) -> None:
+    config = small(
+        model={'dropout': 0.1, 'attention_dropout': 0.2},
+        loss={'z_loss': 0.01, 'label_smoothing': 0.1},
+        data={'document_mask': True},
+    )
+    (tmp_path / 'config.json').write_text(json.dumps(write_family(config.model)[1]))
+    with Source.opened(str(tmp_path), []) as source:
+        theirs, alone = source.config(config), source.config()
+    for section in ('model', 'loss', 'train'):
+        assert getattr(theirs, section) == getattr(config, section)
+    assert theirs.data.document_mask
+    check_comparable(config, theirs, names=['a', 'b'], fixed=(False, False))
+    assert (alone.model.dropout, alone.loss.z_loss, alone.data.document_mask) == (0, 0, False)
 
 
 @pytest.mark.parametrize(
