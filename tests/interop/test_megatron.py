@@ -106,7 +106,7 @@ def test_logits_and_the_loss_of_each_token(name: str, mesh: dict[str, Any]) -> N
 
 
 # The steps in double precision need every gradient of the other model.
-@pytest.mark.parametrize('name', ['gpt2', exhaustive('llama')])
+@pytest.mark.parametrize('name', [slow('gpt2'), exhaustive('llama')])
 @on_each_mesh
 def test_the_loss_and_every_gradient(name: str, mesh: dict[str, Any]) -> None:
     oracle = load(name)
