@@ -24,7 +24,7 @@ DATA = Path(__file__).parent / 'data'
 FAMILIES = (
     'gpt2',
     exhaustive('llama3'),
-    'bert',
+    slow('bert'),
     slow('phi3'),
     exhaustive('qwen3'),
     *map(slow, ('glm4', 'olmo3')),
