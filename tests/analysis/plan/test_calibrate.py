@@ -67,6 +67,13 @@ def test_bandwidth_and_latency_are_recovered(devices):
     assert found.latency == pytest.approx(4e-6)
 
 
+@pytest.mark.parametrize('seconds', [[2e-6, 1e-6], [1e-6, 1.9e-5]])
+def test_where_noise_makes_a_rate_negative_the_largest_message_gives_the_bandwidth(seconds):
+    found = fit_link([*zip([1e5, 1e6], seconds, strict=True)], 4)
+    assert found.bandwidth == pytest.approx(1e6 / seconds[-1])
+    assert found.latency == 0
+
+
 @pytest.mark.slow
 def test_the_devices_at_hand_are_measured_and_planned_for(tmp_path, monkeypatch):
     for name, value in {

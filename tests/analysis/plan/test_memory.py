@@ -62,9 +62,11 @@ def test_only_a_gpu_without_flash_attention_for_wide_heads_keeps_their_scores(
     gpu: str, keeps_scores: bool
 ) -> None:
     wide = config('llama3_8b', 'model.head_dim=256', model=1)
-    kept = Sizes(wide, hardware(gpu).compute_capability).kept_by_layer
+    sizes = Sizes(wide, hardware(gpu).compute_capability)
     scores = 8 * wide.model.num_heads * wide.train.seq_len**2
-    assert (kept > scores / 2) == keeps_scores
+    assert (sizes.kept_by_layer > scores / 2) == keeps_scores
+    if not keeps_scores:
+        assert sizes.scores == sizes.most_scores == 0
 
 
 @pytest.mark.parametrize(
