@@ -59,7 +59,12 @@ def tree_on_stages(tree: Any, layout: Layout) -> Any:
 
     Only one parameter at a time exists twice.
     """
-    return map_stacked(lambda x: on_stages(x, layout, donate=True), tree, layout)
+
+    def move(x: jax.Array) -> jax.Array:
+        # After 32 programs that have not ended, XLA's simulated CPU devices wait for each other.
+        return jax.block_until_ready(on_stages(x, layout, donate=True))
+
+    return map_stacked(move, tree, layout)
 
 
 def tree_on_host(tree: Any, layout: Layout) -> Any:

@@ -10,7 +10,7 @@ import pytest
 from checkpoints import STAGED, equal, make_state, staged
 from support import exhaustive, gather, on_mesh, slow
 
-from megajax.core.parallel.layer_order import in_model_order, on_stages
+from megajax.core.parallel.layer_order import in_model_order, on_stages, tree_on_stages
 from megajax.core.parallel.layout import Layout
 from megajax.core.train.moments import round_to_bf16
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
@@ -110,6 +110,19 @@ def test_each_stage_sends_and_receives_a_chunk_in_each_round(stages: int, chunks
     assert text is not None
     assert text.count(' collective-permute(') + text.count(' collective-permute-start(') == chunks
     assert not any(name in text for name in ('all-gather', 'all-to-all', 'all-reduce'))
+
+
+def test_a_state_of_any_number_of_arrays_is_brought_onto_stages() -> None:
+    """XLA's simulated devices do not end more than 32 such programs that have begun."""
+    config = staged('stages=4 virtual_stages=2 x data=1 x model=2')
+    with on_mesh(config):
+        params = make_state(config, 1).params
+        many = [jax.tree.map(jnp.copy, params) for _ in range(12)]
+        assert len(jax.tree.leaves(many)) > 100
+        layout = Layout.of(config)
+        expected = gather(tree_on_stages(params, layout))
+        for moved in tree_on_stages(many, layout):
+            jax.tree.map(np.testing.assert_array_equal, gather(moved), expected)
 
 
 def test_a_moment_is_rounded_alike_wherever_its_layer_lies() -> None:
