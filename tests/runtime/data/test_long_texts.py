@@ -230,5 +230,5 @@ def test_the_memory_of_a_long_line_is_a_few_times_its_bytes(tmp_path: Path) -> N
         text=True,
     )
     size, peak = (tmp_path / 'line.jsonl').stat().st_size, int(done.stderr.split()[-1])
-    # Read at once it takes a hundred times its size.
-    assert peak < 12 * size + 250_000_000
+    # Read at once it takes a hundred times its size; 0.3 GB are needed for any size.
+    assert peak < 12 * size + 400_000_000
