@@ -1,6 +1,6 @@
 """Print a table of the random steps in files that `megajax inspect fuzz` wrote.
 
-python benchmarks/fuzz_table.py benchmarks/results/2026-11-29_fuzz.jsonl
+python benchmarks/fuzz_table.py benchmarks/results/*_fuzz.jsonl
 """
 
 import itertools

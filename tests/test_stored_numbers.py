@@ -233,7 +233,11 @@ def test_every_random_step_is_right() -> None:
 
 def test_the_table_of_random_steps_is_that_of_the_stored_steps() -> None:
     script = load_script('fuzz_table', 'benchmarks')
-    assert script.table(script.read(RESULTS / '2026-11-29_fuzz.jsonl')) in VERIFY
+    files = '2026-11-29_fuzz', '2026-12-01_fuzz'
+    stored = [script.read(RESULTS / f'{file}.jsonl') for file in files]
+    assert script.table([case for cases in stored for case in cases]) in VERIFY
+    assert script.table(stored[1]) in (RESULTS / '2026-12-01_fuzz.md').read_text()
+    assert f'All {sum(map(len, stored))} steps so far agree' in VERIFY
 
 
 def test_the_tables_of_random_compositions_are_those_of_the_stored_rows() -> None:
