@@ -101,7 +101,9 @@ def make_state(config: Config, seed: int) -> TrainState:
 
     def draw(x: jax.ShapeDtypeStruct, own: jax.ShapeDtypeStruct, stacked: bool) -> jax.Array:
         value = np.zeros(x.shape, x.dtype)
-        value[tuple(map(slice, own.shape))] = random.normal(0, 9, own.shape).astype(x.dtype)
+        # Through float32, so that a state of bfloat16 is the state of float32 rounded.
+        numbers = random.normal(0, 9, own.shape).astype(np.float32)
+        value[tuple(map(slice, own.shape))] = numbers.astype(x.dtype)
         return jax.device_put(value[order] if stacked else value, x.sharding)
 
     stacked = jax.tree.map(is_stacked, abstract, is_leaf=lambda x: isinstance(x, nnx.Variable))
