@@ -125,6 +125,7 @@ def test_a_text_ends_at_every_end_of_the_import(tmp_path: Path) -> None:
         ({'generation_config.json': '{}', 'token_ids.json': '{"eos_token_id": 5}'}, (5,)),
         ({'generation_config.json': '{"eos_token_id": null}'}, ()),
         ({'generation_config.json': '{"eos_token_id": 128001}'}, (128001,)),
+        ({'generation_config.json': '{"eos_token_id": 0}'}, (0,)),
     ],
 )
 def test_the_ends_are_those_that_transformers_finds(

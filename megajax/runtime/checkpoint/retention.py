@@ -74,9 +74,7 @@ class _LeastLoss:
 
     def __init__(self, loss_of: Callable[[int], float | None], n: int):
         self.loss_of, self.n = loss_of, n
-        self.best = checkpoint_managers.BestN(
-            get_metric_fn=float, reverse=True, n=n, keep_checkpoints_without_metrics=False
-        )
+        self.best = checkpoint_managers.BestN(get_metric_fn=float, reverse=True, n=n)
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
         """Return for each checkpoint whether it is retained; Orbax calls this."""

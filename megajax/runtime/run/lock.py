@@ -61,7 +61,6 @@ def running_in(folder: Path) -> str | None:
 
 
 def _is_own(file: IO[str]) -> bool:
-    file.seek(0)
     own = f'pid {os.getpid()} on host {socket.gethostname()} '
     return (_holder(file) or '').startswith(own)
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from support import make_config, on_mesh
 
 from megajax.core.config import ModelConfig
@@ -106,6 +107,29 @@ def test_a_patch_sees_its_whole_image_and_nothing_in_the_empty_places_of_its_slo
     np.testing.assert_array_equal(first[1, :1], second[1, :1])
     assert not np.allclose(third[0, 0], second[0, 0])
     assert first.shape == (2, 6, 2, config.hidden_size)
+
+
+def test_recomputation_keeps_less_for_the_backward_pass() -> None:
+    config = model(num_layers=1)
+    pixels = jnp.zeros((2, 24, 12), jnp.uint8)
+    grid = jnp.array([[4, 4], [2, 2]])
+
+    def kept(recompute: str) -> list[jax.Array]:
+        place, segment = places(grid, config.vision)
+        graph, params = nnx.split(Encoder(config, key=jax.random.key(0)))
+        numbers = numbers_of(pixels, grid, config.vision)
+
+        def encode(params: nnx.State) -> jax.Array:
+            return nnx.merge(graph, params)(numbers, grid, place, segment, recompute=recompute)
+
+        return jax.tree.leaves(jax.vjp(encode, params)[1])
+
+    with on_mesh(make_config('llama')):
+        none, selective, full = (
+            sum(x.size for x in jax.eval_shape(functools.partial(kept, recompute)))
+            for recompute in ('none', 'selective', 'full')
+        )
+    assert full < selective < none
 
 
 def test_each_pair_turns_with_one_number_of_a_position() -> None:
