@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from megajax.core.config import Config, ConfigError, mistake
 from megajax.core.config.extras import install
-from megajax.core.hardware.cpu_flags import with_collective_limit
+from megajax.core.hardware.cpu_flags import two_threads_each, with_collective_limit
 from megajax.core.hardware.memory import claim_gpu_memory
 from megajax.core.hardware.visible import visible_gpus
 from megajax.core.parallel.hosts import Hosts, check_hosts, data_shards, nvlink_domain
@@ -216,7 +216,8 @@ def devices_for(count: int) -> list[jax.Device]:
     Raises ConfigError as `usable_devices` does.
     """
     _simulate_cpu_devices(count)
-    return usable_devices()
+    with two_threads_each(count):
+        return usable_devices()
 
 
 def usable_devices() -> list[jax.Device]:

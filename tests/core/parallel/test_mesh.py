@@ -1,6 +1,8 @@
 """The mesh has two Explicit axes, and the devices of a tensor-parallel group are neighbours."""
 
 import os
+import subprocess
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from jax.sharding import AxisType
 import megajax
 from megajax.core.config import ConfigError
 from megajax.core.config.one_dimensional import one_dimensional
+from megajax.core.hardware.cpu_flags import LIMIT
 from megajax.core.parallel.mesh import (
     SETTINGS,
     _simulate_cpu_devices,
@@ -226,6 +229,28 @@ def test_devices_that_xla_flags_ask_for_are_simulated_too(monkeypatch: pytest.Mo
         monkeypatch.setenv('XLA_FLAGS', flags)
         _simulate_cpu_devices(9)
         assert counts.pop() == count
+
+
+STEPS_OF_WHICH_NONE_IS_READ = """
+import jax
+import jax.numpy as jnp
+import megajax
+
+jax.set_mesh(megajax.make_mesh(8, 1))
+step = jax.jit(lambda x: x + jax.reshard(x.sum(0), jax.P()))
+x = jax.device_put(jnp.zeros((64, 256)), jax.P('data'))
+for _ in range(200):
+    x = step(x)
+print(x.sum())
+"""
+
+
+@pytest.mark.slow
+def test_simulated_devices_take_any_number_of_steps_of_which_none_is_read() -> None:
+    """In jax 0.10, devices with a thread each wait for each other for ever."""
+    environ = os.environ | {'XLA_FLAGS': f'{LIMIT}=20'}
+    command = [sys.executable, '-c', STEPS_OF_WHICH_NONE_IS_READ]
+    assert subprocess.run(command, env=environ, capture_output=True).stdout == b'0.0\n'
 
 
 def test_the_data_shards_in_a_message_count_those_that_share_experts() -> None:
