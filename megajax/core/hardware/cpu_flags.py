@@ -20,8 +20,9 @@ def with_collective_limit(flags: str) -> str:
 
 @contextlib.contextmanager
 def two_threads_each(devices: int) -> Iterator[None]:
-    """Let XLA have two threads for each simulated device, if jax makes its devices in the block.
+    """Let XLA have two threads for each simulated device; jax must make its devices in the block.
 
+    Once it has them, other threads may read the environment, which must no longer change.
     By default, XLA has one thread per core, or per device if there are more devices. With jax 0.10,
     a thread that starts the 33rd unfinished program of its device blocks. If all other threads wait
     for that device in the collective of an earlier program, none of them ever continues.

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
+from jax._src.xla_bridge import backends_are_initialized  # jax has no public way to ask
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
@@ -215,6 +216,8 @@ def devices_for(count: int) -> list[jax.Device]:
 
     Raises ConfigError as `usable_devices` does.
     """
+    if backends_are_initialized():
+        return usable_devices()
     _simulate_cpu_devices(count)
     with two_threads_each(count):
         return usable_devices()
