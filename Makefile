@@ -15,7 +15,7 @@ test: $(VENV)/.installed-dev
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/pytest -n 2 --dist worksteal -m 'slow and not exhaustive' $(ARGS)
 
-# These tests wait half of the time: for processes that start, and for time limits.
+# These tests also wait: for processes that start, and for time limits.
 test-faults: $(VENV)/.installed-dev
 	$(BIN)/pytest -n 3 --dist worksteal -m 'faults and not exhaustive' $(ARGS)
 

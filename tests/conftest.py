@@ -114,7 +114,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv('TOKENIZERS_PARALLELISM', 'false')  # as each worker has it
     monkeypatch.setattr('megajax.corpus.build.Workers', OneThread)
-    monkeypatch.setattr('megajax.corpus.build._cores', lambda: 1)
+    monkeypatch.setattr('megajax.corpus.build.usable_cores', lambda: 1)
 
 
 @pytest.fixture(autouse=True)

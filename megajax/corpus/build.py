@@ -5,7 +5,6 @@ separate folder (`partial.py`), from which a killed build resumes.
 """
 
 import logging
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megajax.base.cores import usable_cores
 from megajax.base.errors import ConfigError, Problem, mistake
 from megajax.base.files.exists import exists
 from megajax.base.files.outputs import sync
@@ -184,7 +184,9 @@ class _Builder:
         )
         units = read_units(self._inputs, job.json_key, progress.position, unit)
         saved_at, units_since = time.monotonic(), 0
-        with Workers(job.workers or _cores(), self._partial.folder / TOKENIZER, options) as workers:
+        with Workers(
+            job.workers or usable_cores(), self._partial.folder / TOKENIZER, options
+        ) as workers:
             for after, encoded in workers.encode(units):
                 self._add(encoded)
                 progress.position = after
@@ -294,10 +296,6 @@ class _Builder:
         progress.complete = True
         partial.checkpoint(progress)
         sync(partial.folder)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
 
 
 def _progress(out: Path, fingerprint: str) -> Progress | None:

@@ -4,6 +4,8 @@ import contextlib
 import os
 from collections.abc import Iterator
 
+from megajax.base.cores import usable_cores
+
 LIMIT = '--xla_cpu_collective_call_terminate_timeout_seconds'
 SECONDS = 600
 THREADS = 'NPROC'  # XLA reads it when it makes the devices
@@ -22,7 +24,8 @@ def with_collective_limit(flags: str) -> str:
 def two_threads_each(devices: int) -> Iterator[None]:
     """Let XLA have two threads for each simulated device; jax must make its devices in the block.
 
-    Once it has them, other threads may read the environment, which must no longer change.
+    Afterwards other threads may read the environment, which must no longer change.
+
     By default, XLA has one thread per core, or per device if there are more devices. With jax 0.10,
     a thread that starts the 33rd unfinished program of its device blocks. If all other threads wait
     for that device in the collective of an earlier program, none of them ever continues.
@@ -30,7 +33,7 @@ def two_threads_each(devices: int) -> Iterator[None]:
     if THREADS in os.environ:
         yield
         return
-    os.environ[THREADS] = str(max(2 * devices, os.cpu_count() or 1))
+    os.environ[THREADS] = str(max(2 * devices, usable_cores()))
     try:
         yield
     finally:

@@ -1,6 +1,5 @@
 """Meshes of devices: the machine's GPUs or, if it has none, simulated devices on a CPU."""
 
-import contextlib
 import math
 import os
 import re
@@ -216,7 +215,8 @@ def devices_for(count: int) -> list[jax.Device]:
 
     Raises ConfigError as `usable_devices` does.
     """
-    if backends_are_initialized():
+    # Of several processes, each is told at its start how many devices it simulates.
+    if backends_are_initialized() or jax.distributed.is_initialized():
         return usable_devices()
     _simulate_cpu_devices(count)
     with two_threads_each(count):
@@ -255,15 +255,14 @@ def usable_devices() -> list[jax.Device]:
 
 def _simulate_cpu_devices(count: int) -> None:
     simulated: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
-    if jax.distributed.is_initialized() or count <= simulated:
+    if count <= simulated:
         return
     flags = os.environ.get('XLA_FLAGS', '')
     # jax's own setting takes precedence over this XLA flag, which also sets the device count.
     asked = re.search(r'--xla_force_host_platform_device_count=(\d+)', flags)
     count = max(count, int(asked[1]) if asked else 0)
     os.environ['XLA_FLAGS'] = with_collective_limit(flags)
-    with contextlib.suppress(RuntimeError):  # jax already has its devices; make_mesh counts them
-        jax.config.update('jax_num_cpu_devices', count)
+    jax.config.update('jax_num_cpu_devices', count)
 
 
 def _too_few(sizes: Mapping[str, int], devices: list[jax.Device]) -> str:
